@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -325,7 +326,8 @@ def _connect(config: ClusterConfig, folder: str) -> str:
         raise UnavailableError(f"Ray at {where} asks for its token: set RAY_AUTH_TOKEN_PATH to its file") from error
     except Exception as error:
         # Ray raises a bare Exception when its processes do not come up in time
-        if type(error) is not Exception and not isinstance(error, OSError | RuntimeError | ValueError):
+        known = OSError | RuntimeError | ValueError | subprocess.SubprocessError
+        if type(error) is not Exception and not isinstance(error, known):
             raise
         where = config.ray.address or "this machine"
         reason = str(error).strip().splitlines()[0]

@@ -1,17 +1,15 @@
 """`baton serve` that fails before its Ray is up: one line says why, and nothing is left."""
 
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from unittest.mock import patch
 
 import pytest
-from ray._private import services
 
-from baton.errors import UnavailableError
 from deploy.cli import main
-from deploy.commands import serve
-from deploy.config.file import load_config
 from deploy.top import command as top
 from tests.support.clusters.on_ray.ray_clusters import run_baton
 from tests.support.models.letter_models import write_letter_model
@@ -52,15 +50,29 @@ def test_a_missing_module_of_baton_keeps_its_traceback(monkeypatch: pytest.Monke
         main(["top"])
 
 
-def test_a_ray_whose_binary_cannot_be_started_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "GCS_SERVER_EXECUTABLE", "/absent/gcs_server")
+_START = """
+import sys, tempfile
+from ray._private import services
+from baton.errors import UnavailableError
+from deploy.commands import serve
+from deploy.config.file import load_config
+
+services.GCS_SERVER_EXECUTABLE = "/absent/gcs_server"
+tempfile.tempdir = sys.argv[1]
+try:
+    with serve._ray(load_config(None)):
+        pass
+except UnavailableError as error:
+    print(error)
+"""
+
+
+def test_a_ray_whose_binary_cannot_be_started_leaves_nothing(cache: Path) -> None:
+    """In a process without other threads: a child that such a process forks may abort before it tells why."""
     with TemporaryDirectory(prefix="baton-") as temporary:  # short: sockets lie below it
-        monkeypatch.setattr("tempfile.tempdir", temporary)
-        with (
-            patch.dict(os.environ),
-            pytest.raises(UnavailableError, match="^Ray on this machine cannot be reached: .*/absent/gcs_server"),
-            serve._ray(load_config(None)),
-        ):
-            pass
+        command = [sys.executable, "-c", _START, temporary]
+        environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+        run = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=120)
+        assert re.match("Ray on this machine cannot be reached: .*/absent/gcs_server", run.stdout), run.stderr
         assert not [*Path(temporary).iterdir()]
     assert not [*(cache / "baton" / "clusters").iterdir()]
