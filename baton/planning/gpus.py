@@ -4,6 +4,7 @@ The rates of data sheets are multiplied by the fractions that were measured on a
 (`benchmarks/results`). They are used for predictions until a model's costs have been measured. All functions are pure.
 """
 
+import re
 from dataclasses import dataclass
 
 from baton.planning.cost_model import LinkModel
@@ -20,24 +21,25 @@ class Gpu:
     fp32_flops: float
     memory_bandwidth: float
     """Bytes of device memory that are read per second."""
-    memory_bytes: float
 
 
 _KNOWN = (
-    Gpu("B200", 2.25e15, 7.5e13, 8e12, 180e9),
-    Gpu("H200", 9.89e14, 6.7e13, 4.8e12, 141e9),
-    Gpu("H100 PCIe", 7.56e14, 5.1e13, 2e12, 80e9),
-    Gpu("H100 NVL", 8.35e14, 6e13, 3.9e12, 94e9),
-    Gpu("H100", 9.89e14, 6.7e13, 3.35e12, 80e9),
-    Gpu("A100-SXM4-80GB", 3.12e14, 1.95e13, 2.039e12, 80e9),
-    Gpu("A100 80GB PCIe", 3.12e14, 1.95e13, 1.935e12, 80e9),
-    Gpu("A100", 3.12e14, 1.95e13, 1.555e12, 40e9),
-    Gpu("L40S", 3.62e14, 9.16e13, 8.64e11, 48e9),
-    Gpu("L40", 1.81e14, 9.05e13, 8.64e11, 48e9),
-    Gpu("L4", 1.21e14, 3.03e13, 3e11, 24e9),
-    Gpu("A10G", 7e13, 3.1e13, 6e11, 24e9),
-    Gpu("A10", 1.25e14, 3.12e13, 6e11, 24e9),
-    Gpu("RTX 4090", 1.65e14, 8.26e13, 1.008e12, 24e9),
+    Gpu("GB200", 2.5e15, 8e13, 8e12),
+    Gpu("GH200", 9.89e14, 6.7e13, 4e12),
+    Gpu("B200", 2.25e15, 7.5e13, 8e12),
+    Gpu("H200", 9.89e14, 6.7e13, 4.8e12),
+    Gpu("H100 PCIe", 7.56e14, 5.1e13, 2e12),
+    Gpu("H100 NVL", 8.35e14, 6e13, 3.9e12),
+    Gpu("H100", 9.89e14, 6.7e13, 3.35e12),
+    Gpu("A100-SXM4-80GB", 3.12e14, 1.95e13, 2.039e12),
+    Gpu("A100 80GB PCIe", 3.12e14, 1.95e13, 1.935e12),
+    Gpu("A100", 3.12e14, 1.95e13, 1.555e12),
+    Gpu("L40S", 3.62e14, 9.16e13, 8.64e11),
+    Gpu("L40", 1.81e14, 9.05e13, 8.64e11),
+    Gpu("L4", 1.21e14, 3.03e13, 3e11),
+    Gpu("A10G", 7e13, 3.1e13, 6e11),
+    Gpu("A10", 1.25e14, 3.12e13, 6e11),
+    Gpu("RTX 4090", 1.65e14, 8.26e13, 1.008e12),
 )
 """Known GPUs. A name that contains another one comes first."""
 ASSUMED = next(gpu for gpu in _KNOWN if gpu.name == "L4")
@@ -58,9 +60,9 @@ _LINK = LinkModel(1e-4, 3.9e9)
 
 
 def gpu_of(name: str) -> Gpu | None:
-    """Return the known GPU whose name is contained in `name`, the name that the driver reports; None if no known GPU
-    matches."""
-    return next((gpu for gpu in _KNOWN if gpu.name.lower() in name.lower()), None)
+    """Return the known GPU whose name is a part of `name`, the name that the driver reports; None if no known GPU
+    matches. The part must not continue a word or a number."""
+    return next((gpu for gpu in _KNOWN if re.search(rf"(?<!\w){gpu.name}(?!\w)", name, re.IGNORECASE)), None)
 
 
 def gpu_rank(name: str, dtype_bytes: int) -> Hardware:

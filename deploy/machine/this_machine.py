@@ -60,15 +60,15 @@ def inspect_machine() -> Machine:
 
 @cache
 def gpu_name() -> str:
-    """Return the name of this machine's first GPU, as the NVIDIA driver reports it; empty if there is none. Blocks for
-    some milliseconds at the first call."""
+    """Return the name of this machine's first GPU, as the NVIDIA driver reports it. Return an empty string if the
+    machine has no GPU or no driver. Blocks for some milliseconds at the first call."""
     if not (program := shutil.which("nvidia-smi")):
         return ""
     command = [program, "--query-gpu=name", "--format=csv,noheader", "--id=0"]
     try:
         run = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_QUERY_S)
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("nvidia-smi does not name the GPU: predictions begin with assumed rates: %s", error)
+        logger.warning("nvidia-smi failed, so rates of a GPU are assumed; check the driver: %s", error)
         return ""
     return run.stdout.strip()
 

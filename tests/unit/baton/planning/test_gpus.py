@@ -51,6 +51,7 @@ def test_a_prefill_is_the_one_that_was_measured(card: str) -> None:
         ("NVIDIA L4", "L4"),
         ("NVIDIA A10G", "A10G"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GH200 480GB", "GH200"),
     ],
 )
 def test_a_driver_s_name_is_known(name: str, known: str) -> None:
@@ -59,7 +60,7 @@ def test_a_driver_s_name_is_known(name: str, known: str) -> None:
 
 
 def test_an_unknown_gpu_is_a_slow_one_and_no_core() -> None:
-    assert gpu_of("") is gpu_of("Quadro P400") is None
+    assert gpu_of("") is gpu_of("Quadro P400") is gpu_of("NVIDIA RTX A1000") is None
     assert gpu_rank("Quadro P400", 2) == gpu_rank(ASSUMED.name, 2)
     assert gpu_rank("", 2).linear_flops > 50 * cpu_rank(1, 2).linear_flops
     assert gpu_rank("NVIDIA H200", 4).linear_flops < gpu_rank("NVIDIA H200", 2).linear_flops
