@@ -41,9 +41,9 @@ class DraftOptions:
     draft_keys_BK: Ints
     """Number of keys that a draft step attends to. 0 if drafts are made without a draft step."""
 
-    def of(self, rows: Ints) -> "DraftOptions":
-        """Return the options of some of the sequences, which are given by their indices."""
-        return DraftOptions(*(each[rows] for each in vars(self).values()))
+    def of(self, is_wanted_B: NDArray[np.bool_]) -> "DraftOptions":
+        """Return the options of the sequences for which `is_wanted_B` is True."""
+        return DraftOptions(*(each[is_wanted_B] for each in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,6 @@ class Round:
         return self.num_tokens / (self.draft_s + self.verify_s)
 
 
-def expected_tokens(acceptance: float, num_drafts: int) -> float:
-    """Return the expected number of tokens that a sequence gets from a round with `num_drafts` drafts. `acceptance` is
-    the probability that a draft is accepted if all drafts before it were accepted."""
-    return num_drafts + 1 if acceptance == 1 else (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)
-
-
 def plan_round(options: DraftOptions, cost: WorkCost, draft_cost: WorkCost | None = None) -> Round:
     """Return the round with the largest expected number of tokens per second. If no round is better than a normal
     decode step, return that step.
@@ -100,9 +94,12 @@ def plan_round(options: DraftOptions, cost: WorkCost, draft_cost: WorkCost | Non
 
 
 def plan_at_rate(options: DraftOptions, cost: WorkCost, draft_cost: WorkCost | None, last: Round) -> Round:
-    """Return the best round at the rate of `last`, with no draft steps or as many as `last` has. This is faster than
-    `plan_round`, and nearly as good if `last` was planned for nearly the same options and costs."""
-    return _Search(options, cost, draft_cost or cost).best_at(last.rate, np.array(sorted({0, last.num_steps})))
+    """Return the best round at the rate of `last`, with no draft steps or at most as many as `last` has. If a normal
+    decode step is better, return that step. This is faster than `plan_round`, and nearly as good if `last` was planned
+    for nearly the same options and costs."""
+    search = _Search(options, cost, draft_cost or cost)
+    found = search.best_at(last.rate, np.array(sorted({0, last.num_steps})))
+    return found if found.rate > search.plain.rate else search.plain
 
 
 class _Search:
@@ -147,6 +144,7 @@ class _Search:
         num_tokens_N = self.plain.num_tokens + (
             surplus_BKN.max(1) + rate * num_BN * self._seconds_BK1[places][:, :, 0]
         ).sum(0)
+        num_steps_N = (num_BN * self._needs_step_BK[places]).max(0)
         draft_s_N = num_steps_N * self._step_s + (num_BN * self._draft_s_BK[places]).sum(0)
         verify_s_N = self.plain.verify_s + self._verify_s_B @ num_BN
         best = int((num_tokens_N / (draft_s_N + verify_s_N)).argmax())

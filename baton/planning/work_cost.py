@@ -91,6 +91,12 @@ def verifying_work(rows: Sequence[RowDrafts]) -> StepWork:
     return StepWork(num_tokens, sum(row.context for row in rows), num_pairs)
 
 
+def expected_tokens(acceptance: float, num_drafts: int) -> float:
+    """Return the expected number of tokens that a sequence gets from a round with `num_drafts` drafts. `acceptance` is
+    the probability that a draft is accepted if all drafts before it were accepted."""
+    return num_drafts + 1 if acceptance == 1 else (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)
+
+
 @dataclass(frozen=True)
 class WorkCost:
     """Coefficients for the cost of generation steps, in seconds. Raises ConfigError if a value is negative or not

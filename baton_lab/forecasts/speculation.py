@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError
+from baton.limits import MAX_DRAFTS
 from baton.planning.chips import Chip
-from baton.planning.speculation import MOST_DRAFTS
 from baton_lab.forecasts.plan_options import NamedModel, find_chip, find_model
 from baton_lab.forecasts.plan_results import RoundCell, SpeculationForecast
 from baton_lab.study.roofline import ServedModel, step_time
@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     text = f"numbers of keys that a draft attends to, of which the best is used (default: {DRAFT_KEYS})"
     group.add_argument("--draft-keys", metavar="N,N,...", help=text)
-    text = f"numbers of drafts per sequence, of which the best is used (default: 0 to {MOST_DRAFTS})"
+    text = f"numbers of drafts per sequence, of which the best is used (default: 0 to {MAX_DRAFTS})"
     group.add_argument("--drafts", metavar="N,N,...", help=text)
     group.add_argument(
         "--draft-model", metavar="MODEL", help="draft model (default: the served model drafts for itself)"
@@ -64,7 +64,7 @@ def make_forecast(
     """Compute the forecast of speculation that the options describe, for each pair of a batch size and a context length
     in tokens. With `--hardware here`, blocks while it measures. Raises the errors of `find_model`."""
     acceptances = _acceptances(args)
-    numbers = range(MOST_DRAFTS + 1) if args.drafts is None else _numbers(args.drafts)
+    numbers = range(MAX_DRAFTS + 1) if args.drafts is None else _numbers(args.drafts)
     named = find_model(args)
     title = f"speculation by {named.name}, {named.formats}"
     draft_model = None

@@ -7,7 +7,7 @@ the drafts with a context of S tokens. It takes
 
     g * T(B, K, 1) + T(B, S, g + 1)
 
-and yields `baton.planning.speculation.expected_tokens` tokens per sequence. A plain step takes T(B, S, 1) and yields
+and yields `baton.planning.work_cost.expected_tokens` tokens per sequence. A plain step takes T(B, S, 1) and yields
 one token per sequence.
 
 The predicted speedup is an upper bound, because selecting keys, sampling and launching steps are assumed to take no
@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from baton.errors import ConfigError
+from baton.limits import MAX_DRAFTS
 from baton.planning.chips import Chip
-from baton.planning.speculation import MOST_DRAFTS, expected_tokens
+from baton.planning.work_cost import expected_tokens
 from baton_lab.study.roofline import ServedModel, step_time
 
 
@@ -35,7 +36,7 @@ class Drafting:
     acceptances: Mapping[int, float]
     """Probability that a draft is accepted, given that all drafts before it were accepted. The dictionary key is the
     number of keys that a draft step attends to."""
-    numbers: Sequence[int] = range(MOST_DRAFTS + 1)
+    numbers: Sequence[int] = range(MAX_DRAFTS + 1)
     """Candidates for the number of drafts per sequence. 0 means a plain step."""
     model: ServedModel | None = None
     """Separate draft model. None: the served model drafts for itself."""

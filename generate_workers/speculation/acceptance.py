@@ -12,6 +12,7 @@ sequence. The first dimension of counts has two entries: accepted and rejected d
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from baton.planning.speculation import Floats, Ints
 
@@ -38,13 +39,14 @@ class Acceptances:
         self._rows_RM = np.zeros((2, num_rows, len(expected)))
         self._estimates_RM = np.zeros((num_rows, len(expected)))
 
-    def update(self, rows_B: Ints, kinds_BK: Ints, num_rounds: int) -> None:
-        """Compute the estimates of these sequences again. `kinds_BK`: kinds of drafts that the sequences have; the
-        weight of past drafts of these kinds is reduced by `num_rounds` rounds, so that the estimates return towards
-        their initial values. A kind whose drafts were often rejected is therefore tried again after a while."""
-        num_M = np.bincount(kinds_BK.ravel(), minlength=len(self._expected_M))
+    def update(self, rows_B: Ints, kinds_BK: Ints, is_offered_BK: NDArray[np.bool_], num_rounds: int) -> None:
+        """Compute the estimates of these sequences again. `kinds_BK`: kinds of drafts; `is_offered_BK`: True if the
+        sequence can get drafts of this kind now. The weight of past drafts of such a kind is reduced by `num_rounds`
+        rounds, so that its estimates return towards their initial values. A kind whose drafts were often rejected is
+        therefore tried again after a while."""
+        num_M = np.bincount(kinds_BK[is_offered_BK], minlength=len(self._expected_M))
         self._all_M *= (1 - _FORGOTTEN_SHARE / 16) ** (num_M * num_rounds)
-        self._rows_RM[:, rows_B[:, None], kinds_BK] *= (1 - _FORGOTTEN_SHARE) ** num_rounds
+        self._rows_RM[:, rows_B[:, None], kinds_BK] *= np.where(is_offered_BK, (1 - _FORGOTTEN_SHARE) ** num_rounds, 1)
         prior_M = _share(self._all_M, self._expected_M)
         self._estimates_RM[rows_B] = _share(self._rows_RM[:, rows_B], prior_M)
 

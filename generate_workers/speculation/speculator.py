@@ -18,12 +18,11 @@ from baton.planning.speculation import (
     DraftOptions,
     Ints,
     Round,
-    expected_tokens,
     plan_at_rate,
     plan_round,
 )
 from baton.planning.step_costs import StepCosts
-from baton.planning.work_cost import NO_WORK, RowDrafts, StepWork, drafting_work
+from baton.planning.work_cost import NO_WORK, RowDrafts, StepWork, drafting_work, expected_tokens
 from baton.results.timings import DraftCounts
 from baton.types import SlotId
 from generate_workers.engine.rows import Row
@@ -35,10 +34,10 @@ from generate_workers.speculation.acceptance import Acceptances
 from generate_workers.speculation.port import DraftOffers, DraftRequest, Proposer
 
 _MOST_LATE = 3
-"""Maximum number of rounds that are planned at the rate of the round before (`plan_at_rate`), before a round is planned
-in full again."""
+"""Maximum number of rounds between two full plans. The rounds between them are planned at the rate of the round before
+(`plan_at_rate`)."""
 _MOST_LATE_WITHOUT_DRAFTS = 15
-"""The same number, if the latest full plan had no drafts."""
+"""Maximum number of rounds between two full plans, while the planned rounds have no drafts."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +119,11 @@ class Speculator:
         """Predicted number of tokens, and predicted seconds, of the next round."""
         self._draft_s = self._verifying_since_s = 0.0
         self._round: Round | None = None
-        """Latest round whose numbers of drafts were planned; None if the next round must be planned in full."""
+        """Latest round whose numbers of drafts were planned. None: the next round must be planned in full."""
         self._num_late = 0
-        """Number of rounds that were planned at the rate of an earlier one, since a round was planned in full."""
+        """Number of rounds since the latest full plan."""
+        self._num_since_update = 0
+        """Number of rounds since the estimates of acceptance were updated."""
         self._index_of: dict[Row, int] = {}
         """Number of each sequence in the estimates of acceptance."""
         self._free_indices = list(range(slots.num_slots))
@@ -228,13 +229,13 @@ class Speculator:
         self._counts[name] += DraftCounts(name, len(mine), sum(lengths), sum(accepted))
 
     def _without_drafts(self, rows: Sequence[Row], num_known_B: Ints, offers: Mapping[str, DraftOffers]) -> bool:
-        """Return whether the next round is a normal decode step without being planned. It is if the latest full plan
-        had no drafts, and none of the drafts in `offers`, which are made without draft steps, is worthwhile at its
-        rate."""
+        """Return whether the next round needs no plan and is a normal decode step. This is the case if the round before
+        had no drafts, and if no drafts in `offers` are worthwhile at its rate. `offers`: drafts that are made without
+        draft steps, by source."""
         last = self._round
-        if last is None or last.num_drafts_B.any() or len(last.num_drafts_B) != len(rows):
+        if last is None or last.num_drafts_B.any():
             return False
-        if any(row.sampler.params.num_drafts is not None for row in rows):
+        if self._fixed_drafts is not None or any(row.sampler.params.num_drafts is not None for row in rows):
             return False
         seconds_B1 = (self._costs.cost.token_s + num_known_B * self._costs.cost.pair_s)[:, None]
         for name, offer in offers.items():
@@ -245,17 +246,20 @@ class Speculator:
         return True
 
     def _number(self, rows: Sequence[Row]) -> None:
-        """Set `_indices_B`. If a sequence is new, or the latest full plan is too old, the next round is planned in
-        full."""
+        """Set `_indices_B`. If the sequences are not those of the round before, or if too many rounds were not planned
+        in full, the next round is planned in full."""
         for row in rows:
             if row not in self._index_of:
                 self._index_of[row] = self._free_indices.pop()
-                self._round = None
-        self._indices_B = np.fromiter([self._index_of[row] for row in rows], np.int64, len(rows))
-        if self._round is not None:
-            most_late = _MOST_LATE if self._round.num_drafts_B.any() else _MOST_LATE_WITHOUT_DRAFTS
-            if self._num_late >= most_late:
-                self._round = None
+                self._round = None  # the number may be that of a sequence of the round before
+        indices_B = np.fromiter([self._index_of[row] for row in rows], np.int64, len(rows))
+        is_late = self._round is not None and self._num_late >= (
+            _MOST_LATE if self._round.num_drafts_B.any() else _MOST_LATE_WITHOUT_DRAFTS
+        )
+        if is_late or not np.array_equal(indices_B, self._indices_B):
+            self._round = None
+        self._indices_B = indices_B
+        self._num_since_update += 1
 
     def _take(self, rows: Sequence[Row], num_known_B: Ints) -> dict[Row, PlannedDrafts]:
         """Return the drafts of the sequences that get some. The number of drafts is set by the request, else by the
@@ -276,7 +280,8 @@ class Speculator:
         ]
         if self._round is None:
             for source, offer in zip(sources, offers, strict=True):
-                source.acceptances.update(self._indices_B, offer.kinds, self._num_late + 1)
+                source.acceptances.update(self._indices_B, offer.kinds, offer.num_drafts > 0, self._num_since_update)
+            self._num_since_update = 0
         estimates = [
             source.acceptances.of(self._indices_B, offer.kinds) for source, offer in zip(sources, offers, strict=True)
         ]
@@ -321,7 +326,7 @@ class Speculator:
         """Return a round for sequences whose numbers of drafts are planned, by a full plan or at the rate of the latest
         round."""
         costs, last = (self._costs.cost, self._draft_steps.costs.cost), self._round
-        if last is None or len(last.num_drafts_B) != len(options.contexts_B):
+        if last is None:
             self._round, self._num_late = plan_round(options, *costs), 0
         else:
             self._round, self._num_late = plan_at_rate(options, *costs, last), self._num_late + 1

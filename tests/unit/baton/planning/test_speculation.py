@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from baton.planning.speculation import DraftOptions, Round, expected_tokens, plan_at_rate, plan_round
-from baton.planning.work_cost import StepWork, WorkCost
+from baton.planning.speculation import DraftOptions, Round, plan_at_rate, plan_round
+from baton.planning.work_cost import StepWork, WorkCost, expected_tokens
 
 COST = WorkCost(step_s=20e-3, token_s=0.4e-3, key_s=1.6e-6, pair_s=0.3e-6)
 """Costs of a machine that is bound by reading."""
@@ -158,6 +158,17 @@ def test_planning_late_loses_little(num_rows: int, context: int) -> None:
         late += last.num_tokens, last.draft_s + last.verify_s
         quotes_left_B = (quotes_left_B - full.num_drafts_B - 1).clip(0)
     assert late[0] / late[1] >= 0.99 * best[0] / best[1]
+
+
+def test_a_late_plan_is_never_worse_than_a_normal_step_and_charges_the_steps_that_it_makes() -> None:
+    """After costs have changed, and where sequences may get fewer drafts than before."""
+    rows = [[Option(8000, 0.9, 8, 256)]] * 4
+    last = plan(rows)
+    assert last.num_steps > 2
+    short = plan_at_rate(table([[Option(8000, 0.9, 2, 256)]] * 4), COST, None, last)
+    assert short.num_steps == 2 and short.draft_s == pytest.approx(2 * (0.02 + 4 * (0.4e-3 + 256 * 1.6e-6)))
+    slow = WorkCost(step_s=20e-3, token_s=20e-3, key_s=1e-9, pair_s=0.0)
+    assert plan_at_rate(table(rows), slow, None, last).num_drafts_B.tolist() == [0] * 4
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.82, 1.0])

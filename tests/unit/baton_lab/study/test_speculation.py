@@ -9,7 +9,7 @@ import pytest
 from baton.errors import ConfigError
 from baton.planning.chips import Chip
 from baton.planning.hardware import cpu_rank
-from baton.planning.speculation import expected_tokens
+from baton.planning.work_cost import expected_tokens
 from baton_lab.study.known_hardware import CHIPS
 from baton_lab.study.known_models import shape_of
 from baton_lab.study.roofline import ServedModel, served, step_time
