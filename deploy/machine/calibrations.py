@@ -33,8 +33,6 @@ from deploy.machine.this_machine import gpu_name
 
 logger = logging.getLogger(__name__)
 
-CUDA = "cuda"
-"""Value of the setting `device` for a worker that runs on a GPU."""
 _WEIGHT_BYTES = {"int8": 1}
 """Bytes per weight, by quantization. Formats that store weights in the model's dtype are not included."""
 
@@ -97,7 +95,7 @@ def nominal_step_times(
 def rates_of(device: str, num_threads: int, dtype_bytes: int) -> Hardware:
     """Return the nominal rates of a worker on this machine: those of its GPU if `device` is "cuda", else those of
     `num_threads` cores."""
-    if device == CUDA:
+    if device == "cuda":
         return gpu_rank(gpu_name(), dtype_bytes)
     return cpu_rank(num_threads, dtype_bytes, kept_rates(dtype_bytes))
 
@@ -203,7 +201,7 @@ def _engine_speed(plan: ClusterPlan) -> float:
 def _machine(device: str, num_threads: int, worker: str, quantization: str, details: str = "") -> str:
     """Return the description that identifies workers of this kind. `worker`: noun with its article."""
     weights = "" if quantization == "none" else f", weights {quantization}"
-    if device == CUDA:
+    if device == "cuda":
         return f"{gpu_name() or 'unknown GPU'}, {device}, one GPU {worker}{details}{weights}"
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''} {worker}"
     return f"{_processor()}, cpu, {threads}{details}{weights}"
