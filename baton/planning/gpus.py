@@ -1,6 +1,6 @@
 """Nominal rates of known GPUs, and the rates that Baton's kernels reach on them.
 
-The rates of data sheets are multiplied by the fractions that were measured on an H100 and an H200
+The rates of data sheets are multiplied by fractions that were fitted to measurements on an H100 and an H200
 (`benchmarks/results`). They are used for predictions until a model's costs have been measured. All functions are pure.
 """
 
@@ -50,7 +50,7 @@ _PRODUCT_SHARE = 0.71
 _ATTENTION_SHARE = 0.39
 """Fraction of a GPU's FLOP/s that the prefill attention kernel reaches."""
 _MEMORY_SHARE = 0.83
-"""Fraction of a GPU's memory bandwidth that the kernels of decode steps reach."""
+"""Fraction of a GPU's memory bandwidth that decode steps reach, in addition to the fixed time of each layer."""
 _LAYER_S = 30e-6
 """Seconds of a layer in addition to its products and its attention, in steps that replay a CUDA graph."""
 _LAUNCH_S = 0.5e-3
