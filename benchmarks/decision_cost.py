@@ -142,7 +142,7 @@ def _busy(chooser: Chooser, members: Membership, work: ExitStack) -> None:
         record.place(clock)
         generation = members.present.generation[number]
         work.enter_context(members.hold(generation.name, 1))
-        chooser.generation_load.place(record, generation.incarnation)
+        chooser.generation_load.place(record, generation.incarnation, chooser.context.planner_of(generation))
 
 
 def shortlist_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> float:

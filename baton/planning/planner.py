@@ -19,15 +19,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from baton.errors import ConfigError, InvalidArgumentError
-from baton.planning.calibration import Calibration
+from baton.planning.calibration import Calibration, nominal
 from baton.planning.chain.partition import as_ranges, check_partition_request
 from baton.planning.chain.partition_table import PartitionTable, build_table
 from baton.planning.chain.search import analytic_seed, tapered
 from baton.planning.chain.wavefront import chain_ttft, rank_seconds, work_of
 from baton.planning.cost_model import BATON, CostModel
+from baton.planning.device_profile import DeviceProfile
 from baton.planning.local_prefill import LocalPrefill
 from baton.planning.pace import Pace
-from baton.planning.step_times import StepTimes
+from baton.planning.step_times import StepTimes, nominal_steps
 from baton.results.prefill_trace import RankTiming
 from baton.types import TokenRange
 
@@ -74,13 +75,15 @@ class ChainPlanner:
         steps: StepTimes | None = None,
         local: LocalPrefill | None = None,
         table: PartitionTable | None = None,
+        devices: frozenset[str] = frozenset(),
     ) -> None:
         """Create a planner, and search knots (best partitions for some context lengths) for prompts of up to
         `max_tokens` tokens. Longer prompts are partitioned in the same proportions as prompts of `max_tokens` tokens.
 
         `table`: knots of a planner with equal arguments; if given, nothing is searched. `steps`: durations of
         generation steps; if None, `step_s` raises ConfigError. `local`: configuration of local prefill. If `steps` or
-        `local` is None, `local_s` returns None. Raises InvalidArgumentError if `max_ranks` or `max_tokens` is below 1.
+        `local` is None, `local_s` returns None. `devices`: names of the device profiles (DeviceProfile) for which the
+        calibration and the step times are valid. Raises InvalidArgumentError if `max_ranks` or `max_tokens` is below 1.
         """
         for name, value in (("max_ranks", max_ranks), ("max_tokens", max_tokens)):
             if value < 1:
@@ -91,11 +94,15 @@ class ChainPlanner:
         """Configuration of local prefill by generation groups. None: local prefill is not predicted."""
         self.steps = steps
         """Durations of generation steps, by number of sequences and tokens. None: unknown."""
-        self._num_searched = min(max_ranks, _SEARCHED_RANKS)
+        self.devices = devices
+        """Names of the device profiles for which this planner was made."""
+        self._others: dict[str, ChainPlanner] = {}
+        """Planners for other devices than that of the calibration, by the name of the device."""
         if table is None:
             self._basis = self.search(calibration)
         else:
             self._basis = PredictionBasis(calibration, calibration.cost, table)
+        self._num_searched = max(self._basis.knots.knots, default=1)
         self._forget()
 
     @property
@@ -114,6 +121,26 @@ class ChainPlanner:
         durations of finished jobs."""
         return self._basis.cost
 
+    def for_device(self, profile: DeviceProfile) -> "ChainPlanner":
+        """Return the planner for workers whose device has this profile. If the profile is that of a device for which
+        this planner was made (`devices`), return this planner. Otherwise return one with nominal costs, which corrects
+        them by what it observes of these workers. It compares a few partitions and searches none."""
+        if profile.name in self.devices:
+            return self
+        if profile.name not in self._others:
+            shape, model = self.calibration.shape, self.calibration.model
+            steps = None if self.steps is None else nominal_steps(model, profile.name, shape, profile.hardware)
+            made = ChainPlanner(
+                nominal(model, profile.name, shape, profile.hardware),
+                max_ranks=self.max_ranks,
+                max_tokens=self.max_tokens,
+                steps=steps,
+                local=None if self.local is None else replace(self.local, speed=1.0),
+                table=PartitionTable({}),
+            )
+            self._others[profile.name] = made
+        return self._others[profile.name]
+
     def use_steps(self, steps: StepTimes) -> None:
         """Use `steps` for all later predictions of generation steps."""
         self.steps = steps
@@ -126,7 +153,7 @@ class ChainPlanner:
         previous one.
         """
         contexts = {}
-        for width in range(2, self._num_searched + 1):
+        for width in range(2, min(self.max_ranks, _SEARCHED_RANKS) + 1):
             least, longest = max(width, _LEAST_KNOT), max(width, self.max_tokens)
             factor = 2 if width <= _CLOSE_RANKS else 4
             powers = range(1 + int(math.log(longest / least, factor))) if longest > least else range(1)
@@ -178,7 +205,7 @@ class ChainPlanner:
         width = min(num_ranks, len(tokens))
         if width == 1:
             return (tokens,)
-        if not tokens.start and width <= _CLOSE_RANKS:
+        if not tokens.start and width <= min(_CLOSE_RANKS, self._num_searched):
             return self._basis.knots.partition(tokens, width)
         basis = self._basis
         shapes = np.array(self._shapes(tokens, width, basis), dtype=np.float64)
@@ -226,24 +253,21 @@ class ChainPlanner:
             return None
         return sum(self._rank_s((tokens,), self._basis.calibration.cost)) / self.local.speed
 
-    def local_s(
-        self, tokens: TokenRange, num_rows: float, context: float, alone_s: float | None = None
-    ) -> tuple[float, float] | None:
+    def local_s(self, tokens: TokenRange, step_s: float, alone_s: float | None = None) -> tuple[float, float] | None:
         """Return two predicted durations in seconds of a local prefill, in which a generation group computes `tokens`
         itself.
 
         The first is the duration of the prompt's computation. The second is the total duration of the decode steps of
         other sequences. The prompt has to wait for these steps.
 
-        Tokens before `tokens.start` are cached. `num_rows` is the number of other sequences in the batch, and `context`
-        their mean number of tokens. Both durations are multiplied by `local_factor`, and an observed fixed time is
+        Tokens before `tokens.start` are cached. `step_s` is the predicted duration of a decode step of the other
+        sequences; 0 if there are none. Both results are multiplied by `local_factor`, and an observed fixed time is
         added to the first. `alone_s` is the result of the method `alone_s` for the same tokens; pass it if it is known,
         because computing it takes most of the time of this call. Returns None if `local` or `steps` is None.
         """
         prefill_s = self.alone_s(tokens) if alone_s is None else alone_s
         if self.local is None or self.steps is None or prefill_s is None:
             return None
-        step_s = self.steps.step_s(num_rows, context) if num_rows else 0.0
         pace = self._known_local_pace
         return pace.fixed_s + pace.factor * prefill_s, pace.factor * self.local.steps_s(prefill_s, len(tokens), step_s)
 

@@ -2,7 +2,7 @@
 ranks computes the prompt and pushes the KV, or the generation group computes the prompt itself (local prefill).
 
 The components are computed from the planner's predictions. They are compared when a request is placed
-(`orchestrator.placement.predictions`) and by `baton plan --explain` (`baton_lab.study.break_even`). All functions are
+(`orchestrator.placement.options`) and by `baton plan --explain` (`baton_lab.study.break_even`). All functions are
 pure.
 """
 
@@ -48,22 +48,19 @@ def transfer_s(planner: ChainPlanner, num_pushed: int, prefill_s: float, *, is_e
     return pushed_s + 2 * planner.cost.link.latency_s if is_elsewhere else pushed_s
 
 
-def local_terms(
-    planner: ChainPlanner, tokens: TokenRange, batch: Batch, *, alone_s: float | None = None
-) -> PlacementTerms | None:
+def local_terms(planner: ChainPlanner, tokens: TokenRange, batch: Batch) -> PlacementTerms | None:
     """Return the predicted times of a local prefill, in which a generation group computes `tokens` itself. `batch`
     describes the sequences that the group decodes meanwhile. It is assumed that no other prompt waits.
 
-    `alone_s` is the result of `planner.alone_s` for these tokens, if the caller already has it; None: it is computed.
     Returns None if the planner has no configuration of local prefill or no step times.
     """
     num_rows, context = batch
-    found = planner.local_s(tokens, max(num_rows, 1.0) if num_rows else 0.0, context, alone_s)
+    has_steps = num_rows > 0 and planner.steps is not None
+    found = planner.local_s(tokens, planner.step_s(max(num_rows, 1.0), context) if has_steps else 0.0)
     if found is None:
         return None
     prefill_s, steps_s = found
-    shared_s = steps_s * min(num_rows, 1.0)
-    return PlacementTerms(0.0, prefill_s, shared_s, transfer_s=0.0, others_s=0.0)
+    return PlacementTerms(0.0, prefill_s, steps_s * min(num_rows, 1.0), transfer_s=0.0, others_s=0.0)
 
 
 def _step_s(planner: ChainPlanner, batch: Batch) -> float:

@@ -18,33 +18,26 @@ from baton_lab.traffic.placing import Asked, Spot
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView
 from orchestrator.placement.chooser import Chooser, Plan
-from orchestrator.placement.predictions import AttemptPrompt, Prospects
+from orchestrator.placement.options import AttemptPrompt, Snapshot
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Attempt, RequestRecord
 from orchestrator.requests.request import Request
 from orchestrator.requests.states import RequestMove
 
 
-class ImmediateChooser(Chooser):
-    """Chooser of the orchestrator that never waits for a group. A chooser selects the groups that serve a request."""
-
-    def plan_now(self, record: RequestRecord, held: ExitStack) -> Plan | None:
-        """Return the groups that serve the request. Return None at once if no generation group or no prefill group is
-        available; `plan` would wait. The request's slots count as load of the generation group until `held` is
-        closed."""
-        prospects = Prospects(self._outlook, AttemptPrompt(self._outlook, record))
-        generation = self._choose_generation(record, prospects, record.avoid)
-        if generation is None:
-            return None
-        way, placement = None, self._without_chain(generation, record, prospects)
-        if placement is None:
-            way = prospects.best_chain(generation, record.avoid)
-            if way is None:
-                return None
-            way, placement = self._compared(way, self._local(generation, prospects), record)
-        held.enter_context(self._members.hold(generation.name, record.request.num_slots))
-        prospects.held = generation.name
-        return self._planned(generation, record, prospects, way, placement)
+def plan_now(chooser: Chooser, record: RequestRecord, held: ExitStack) -> Plan | None:
+    """Return the groups that serve the request. Return None at once if no generation group or no prefill group is
+    available; `Chooser.plan` would wait. The request's slots count as load of the generation group until `held` is
+    closed."""
+    groups = chooser.with_room(record, record.avoid)
+    if not groups:
+        return None
+    snapshot = Snapshot(AttemptPrompt(chooser.context, record))
+    options = chooser.cheapest(snapshot, groups)
+    if chooser.lacks_chain(record, options):
+        return None
+    held.enter_context(chooser.context.members.hold(options[0].generation.name, record.request.num_slots))
+    return chooser.planned(snapshot, options)
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,7 @@ class WholeChooser:
         self._fleet = fleet
         self._clock = clock
         self._members = Membership()
-        self._chooser = ImmediateChooser(self._members, planner, clock, config)
+        self._chooser = Chooser(self._members, planner, clock, config)
         self._placed: dict[int, _Placed] = {}
         self.prefill_queues = self._members.prefill_queues
         """Job queues of the prefill groups, of the same class as in the orchestrator."""
@@ -83,17 +76,18 @@ class WholeChooser:
         )
         record, held = RequestRecord.of(_request(asked), self._clock.unix_ns()), ExitStack()
         record.admit(self._clock)
-        plan = self._chooser.plan_now(record, held) if prefill else None
-        if plan is None or plan.way is None:
+        plan = plan_now(self._chooser, record, held) if prefill else None
+        if plan is None or plan.chain is None:
             held.close()
             return None
         record.place(self._clock, Attempt(placement=plan.placement))
         self._placed[asked.number] = _Placed(record, held)
         if asked.blocks:
-            self._chooser.prefixes.use(plan.way.group.prefix_store, plan.blocks.names)
-        chain = plan.way.chain
+            self._chooser.prefixes.use(plan.chain.group.prefix_store, plan.blocks.names)
+        chain, terms = plan.chain.plan, plan.placement.chain
+        assert terms is not None
         self.num_cached_tokens += chain.num_cached_tokens
-        return Spot(prefill[plan.way.group.name], generation[plan.generation.name], chain, plan.way.terms.transfer_s)
+        return Spot(prefill[plan.chain.group.name], generation[plan.generation.name], chain, terms.transfer_s)
 
     def sent(self, number: int) -> None:
         """Record that the first token of request `number` has been sent."""

@@ -5,7 +5,7 @@ The orchestrator's own code (Chooser) examines every group. This takes milliseco
 simulation assigns millions of requests. In the simulator, all groups of a role have the same hardware. Therefore the
 cheapest prefill group is one of those that finish their work first, or the group that has cached the longest prefix of
 the prompt. The cheapest generation group is one of those with the most free slots. Only these candidates are planned
-(`orchestrator.placement.chain_width`) and compared (`orchestrator.placement.comparison`). Does no I/O.
+(`orchestrator.placement.chain_width`) and compared. Does no I/O.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from typing import Protocol
 from baton.planning.planner import ChainPlanner
 from baton.planning.terms import Batch, chain_terms
 from baton.process.clock import Clock
+from baton.results.prefill_trace import PlacementTerms
 from baton.types import TokenRange
 from baton_lab.traffic.fleet import Fleet, Member
-from orchestrator.membership.loads import Load
 from orchestrator.membership.prefill_queues import PrefillQueues
 from orchestrator.placement.chain_width import ChainPlan, PromptChains, WidthPolicy
-from orchestrator.placement.comparison import ChainWay, cheapest_group
+from orchestrator.placement.options import ALIKE_S
 from orchestrator.placement.prefix_index import PrefixIndex
 
 _NO_BATCH: Batch = (0.0, 0.0)
@@ -108,7 +108,6 @@ class Placing:
         prefill = self._fleet.least_work(SHORTLIST)
         if not roomy or not prefill:
             return None
-        by_name = {member.generation_view.name: member for member in roomy}
         chains: dict[int, PromptChains] = {}
         blocks, now_s = asked.blocks, self._clock.now_s()
         names = [str(block) for block in blocks] if self._max_blocks else []
@@ -116,17 +115,12 @@ class Placing:
             del prefill[1:]  # no other group is free earlier than an idle one
         prefill += self._owners(prefill, blocks)
         ways = [self._way(member, asked, names, chains, now_s) for member in prefill]
-        way = min(ways, key=lambda way: way.terms.cost_s)
-        chosen = cheapest_group(
-            [member.generation_view for member in roomy],
-            lambda name: Load(num_slots=by_name[name].num_held),
-            lambda group: by_name[group.name].batch.step_s / 2,
-        )
-        assert chosen is not None
-        member = prefill[ways.index(way)]
+        chain, terms = min(ways, key=lambda way: way[1].cost_s)
+        chosen = min(roomy, key=lambda each: (each.batch.step_s / 2 // ALIKE_S, each.num_held))
+        member = prefill[ways.index((chain, terms))]
         self._note_blocks(member, names, blocks)
-        self.num_cached_tokens += way.chain.num_cached_tokens
-        return Spot(member, by_name[chosen.name], way.chain, way.terms.transfer_s)
+        self.num_cached_tokens += chain.num_cached_tokens
+        return Spot(member, chosen, chain, terms.transfer_s)
 
     def _way(
         self,
@@ -135,7 +129,8 @@ class Placing:
         names: list[str],
         chains: dict[int, PromptChains],
         now_s: float,
-    ) -> ChainWay:
+    ) -> tuple[ChainPlan, PlacementTerms]:
+        """Return the chain that would compute the prompt in this prefill group, and its predicted costs."""
         store, num_tokens = member.prefill_view.prefix_store, asked.num_tokens
         held = self._prefixes.num_held(store, names) * asked.block_tokens if names else 0
         start = min(held, num_tokens - 1)
@@ -146,7 +141,7 @@ class Placing:
         own_s = chain.choice.predicted_s or 0.0
         terms = chain_terms(self._planner, chain.ttft_s, num_tokens, _NO_BATCH, is_elsewhere=True)
         terms = replace(terms, queue_s=max(own_s - chain.ttft_s, 0.0), others_s=chain.cost_s - own_s)
-        return ChainWay(member.prefill_view, chain, terms)
+        return chain, terms
 
     def _owners(self, known: list[Member], blocks: Sequence[int]) -> list[Member]:
         """Return the prefill group that has computed the longest prefix of the prompt; empty if there is none, or if it

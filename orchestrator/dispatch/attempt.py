@@ -94,7 +94,6 @@ class AttemptRunner:
         self._prefixes = prefixes = self.chooser.prefixes
         self._stores = PrefixStores(members, clients, prefixes)
         self._chains = ChainRunner(members, clients, prefixes, clock, config)
-        self._planner = planner
         self._clock = clock
         self._config = config
         self._numbers = itertools.count(clock.unix_ns())
@@ -194,11 +193,11 @@ class AttemptRunner:
             if lease is None:
                 return
             plan = self.chooser.replan(plan, home.record)  # other jobs may have been added meanwhile
-        if plan.way is None or lease is None:
+        if plan.chain is None or lease is None:
             await self._generate(home, plan, lease, None, emit)
             return
         number = JobId(next(self._numbers))
-        job = PrefillJob(home.record, number, plan.way.group, plan.way.chain, plan.blocks, lease)
+        job = PrefillJob(home.record, number, plan.chain.group, plan.chain.plan, plan.blocks, lease)
         async with self._chains.running(job, home.worker) as prefill:
             prefill.add_done_callback(partial(self._note_ranks, job))
             await self._generate(home, plan, lease, prefill, emit)
@@ -208,16 +207,16 @@ class AttemptRunner:
     ) -> None:
         """Generate to the end, after the KV that a chain pushes to the slots or after the tokens that the group's node
         has cached."""
-        record, way = home.record, plan.way
+        record, chain = home.record, plan.chain
         num_present = 0 if lease is None else lease.num_present_tokens
         placed = Attempt(
             residency=home.group.residency,
             placement=plan.placement,
-            width=None if way is None else way.chain.choice,
-            num_cached_tokens=num_present if way is None else way.chain.num_cached_tokens,
+            width=None if chain is None else chain.plan.choice,
+            num_cached_tokens=num_present if chain is None else chain.plan.num_cached_tokens,
             fetch=home.fetch,
             generation=home.group.name,
-            prefill="" if way is None else way.group.name,
+            prefill="" if chain is None else chain.group.name,
         )
         record.place(self._clock, placed)
         emit = self._with_origins(home, emit, placed.prefill)
@@ -229,8 +228,8 @@ class AttemptRunner:
                 record.report(await self._chains.reports(prefill))
         except BaseException as error:
             if isinstance(error, BatonError) and not isinstance(error, StalePrefixError):
-                is_chains = way is not None and prefill is not None and error is failure_of(prefill)
-                record.blame(way.group.incarnation if way is not None and is_chains else home.group.incarnation)
+                is_chains = chain is not None and prefill is not None and error is failure_of(prefill)
+                record.blame(chain.group.incarnation if chain is not None and is_chains else home.group.incarnation)
             if lease is not None and not record.is_complete:  # the answers of a complete one may still be stored
                 self._lease_reaper.abort(home.group.endpoint, lease.ref)
             raise
@@ -238,12 +237,9 @@ class AttemptRunner:
     def _with_origins(self, home: _Home, emit: Emit, prefill: str = "") -> Emit:
         """Return a function that adds the origin of tokens to events and passes them to `emit`. `prefill` is the name
         of the prefill group whose chain serves the attempt; empty without a chain."""
-        group, predicted_s = home.group, 0.0
-        if self._planner.steps is not None:
-            num_rows = max(self._members.load(group.name).num_slots, 1)
-            context = self.chooser.generation_load.context_tokens(group.incarnation)
-            predicted_s = self._planner.step_s(num_rows, home.record.num_tokens if context is None else context)
-        return with_origins(emit, group.name, prefill, predicted_s)
+        num_rows = max(self._members.load(home.group.name).num_slots, 1)
+        predicted_s = self.chooser.context.step_s(home.group, num_rows, home.record.num_tokens)
+        return with_origins(emit, home.group.name, prefill, predicted_s)
 
     def _home(
         self, record: RequestRecord, group: GenerationGroup, held: ExitStack, fetch: PrefixFetch | None = None
@@ -290,7 +286,7 @@ class AttemptRunner:
                 self._note_present(plan, lease)
                 return lease
             learnt.full.add(group.incarnation)
-            if self.chooser.has_room(record, record.avoid | learnt.full):
+            if self.chooser.with_room(record, record.avoid | learnt.full):
                 return None
             learnt.full.clear()
             await asyncio.sleep(_FULL_PAUSE_S)
@@ -305,7 +301,7 @@ class AttemptRunner:
             num_choices=record.request.num_slots,
             prefix_blocks=plan.slot_blocks,
             block_tokens=plan.blocks.block_tokens,
-            prefills_locally=plan.way is None,
+            prefills_locally=plan.chain is None,
         )
 
     def _note_present(self, plan: Plan, lease: Lease) -> None:
@@ -317,5 +313,5 @@ class AttemptRunner:
     def _note_ranks(self, job: PrefillJob, prefill: PrefillTask) -> None:
         """Report the ranks' timings to the planner and the record when the prefill has succeeded."""
         if not prefill.cancelled() and failure_of(prefill) is None:
-            self._planner.observe(job.group.name, prefill.result())
+            self.chooser.context.planner_of(job.group).observe(job.group.name, prefill.result())
             job.record.report(prefill.result())

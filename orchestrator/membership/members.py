@@ -341,6 +341,14 @@ class Membership:
             self._tell_later(incarnation)
         self._on_failure()
 
+    async def change(self, timeout_s: float) -> bool:
+        """Wait for the next change of the membership. Return False if none happens within `timeout_s` seconds."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._changed.wait()
+        except TimeoutError:
+            return False
+
     async def until(self, choose: Callable[[], T | None], timeout_s: float) -> T | None:
         """Call `choose` now and after every change of the membership until it returns a value other than None. Return
         this value, or None after `timeout_s` seconds. No other task runs between the last call of `choose` and the

@@ -55,6 +55,14 @@ class PrefillQueues:
         self._advance(incarnation, now_s)
         return tuple(replace(job, left_s=dict(left_s)) for job, left_s in self._in_order(incarnation))
 
+    def left_s(self, incarnation: Hashable, now_s: float) -> float:
+        """Return the seconds of work that are predicted to remain at time `now_s`, summed over all jobs and ranks of
+        this incarnation of a group."""
+        if incarnation not in self._jobs:
+            return 0.0
+        self._advance(incarnation, now_s)
+        return sum(sum(left_s.values()) for _, left_s in self._jobs[incarnation].values())
+
     def add(self, incarnation: Hashable, number: JobId, job: Pending, now_s: float) -> None:
         """Add a job to the queue of this incarnation of a group."""
         jobs = self._jobs.setdefault(incarnation, {})

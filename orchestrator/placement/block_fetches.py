@@ -1,7 +1,7 @@
 """Plans fetches of cached KV from another node's prefix store, as an alternative to computing the KV again.
 
 The prefix index shows which store has the most leading blocks of a prompt. The planner predicts how long it takes to
-fetch the missing blocks. `orchestrator.placement.predictions` compares this time with the time to compute the blocks,
+fetch the missing blocks. `orchestrator.placement.options` compares this time with the time to compute the blocks,
 and `orchestrator.dispatch.fetching` runs the fetch. After a failed fetch, no fetch between the same two stores is made
 for a while. This pause grows with each failure. Runs on the event loop.
 """

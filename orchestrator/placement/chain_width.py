@@ -21,7 +21,7 @@ compared, each divided by the weight of its tenant: the work of A's jobs that ar
 work of all unfinished jobs of B. If the first is larger, the waiting job yields to the new job. This rule overrides due
 times and latest ends. docs/kv_runahead.md derives these rules.
 
-Called by `orchestrator.placement.predictions`. Durations are predicted by `baton.planning.planner`. The unfinished jobs
+Called by `orchestrator.placement.options`. Durations are predicted by `baton.planning.planner`. The unfinished jobs
 are listed in `orchestrator.membership.prefill_queues`. Does no I/O.
 """
 

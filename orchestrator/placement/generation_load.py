@@ -26,6 +26,8 @@ class _Guest:
 
     record: RequestRecord
     attempt: int
+    planner: ChainPlanner
+    """Planner of the group's device. It gets the duration of a prefill by the generation group itself."""
     ends_s: float | None = None
     """Predicted end of the prefill by the generation group itself, as a value of `Clock.now_s()`. None if a chain
     prefills, if there is no prediction, or if the prefill has ended."""
@@ -59,8 +61,7 @@ class GenerationLoad:
     """Lists the attempts that run on each generation group, by incarnation of the group. A group that is replaced
     becomes a new incarnation."""
 
-    def __init__(self, planner: ChainPlanner) -> None:
-        self._planner = planner
+    def __init__(self) -> None:
         self._guests: dict[Hashable, dict[int, _Guest]] = {}
         """Attempts on each incarnation of a group, by `id(record)`. The entries keep the records alive, so ids stay
         unique. The first key of the dict is the next incarnation whose ended attempts are removed."""
@@ -75,21 +76,23 @@ class GenerationLoad:
         self,
         record: RequestRecord,
         incarnation: Hashable,
+        planner: ChainPlanner,
         local: PlacementTerms | None = None,
         *,
         now_s: float = 0.0,
         has_room: bool = False,
     ) -> None:
-        """Record that the request's attempt runs on this incarnation of a group. `local` is the prediction for a
-        prefill by the group itself. It is None if a chain prefills or if there is no prediction.
+        """Record that the request's attempt runs on this incarnation of a group. `planner` is the planner of the
+        group's device. `local` is the prediction for a prefill by the group itself. It is None if a chain prefills or
+        if there is no prediction.
 
         `has_room` is True if the group has free slots and free memory for the attempt. A prefill by the group itself
         then waits only for other prefills. If `has_room` is False, the measured duration of the prefill is not reported
         to the planner, because it includes other waits.
         """
-        guest = _Guest(record, record.attempt.number)
+        guest = _Guest(record, record.attempt.number, planner)
         if local is not None:
-            factor = self._planner.local_factor
+            factor = planner.local_factor
             queued_s = local.queue_s / factor if has_room else None
             nominal_s = (local.prefill_s + local.steps_s) / factor
             guest = replace(guest, ends_s=now_s + local.own_s, nominal_s=nominal_s, queued_s=queued_s)
@@ -113,7 +116,7 @@ class GenerationLoad:
         waiting = [guest for guest in self._present(incarnation) if guest.ends_s is not None and not guest.has_token]
         if not waiting:
             return 0.0
-        left_s, factor = 0.0, self._planner.local_factor
+        left_s, factor = 0.0, waiting[0].planner.local_factor
         for ends_s, nominal_s in sorted((guest.ends_s or 0.0, guest.nominal_s) for guest in waiting):
             share = 1.0 if left_s else _LEAST_LEFT  # only the first attempt has begun
             left_s = max(ends_s - now_s, left_s + share * factor * nominal_s)
@@ -134,8 +137,8 @@ class GenerationLoad:
         for key, guest in list(self._guests.get(incarnation, {}).items()):
             if guest.ends_s is not None and guest.has_token:
                 if guest.queued_s is not None and guest.attempt == 1 and guest.took_s is not None:
-                    self._planner.observe_local(guest.took_s, guest.queued_s + guest.nominal_s)
-                self._guests[incarnation][key] = guest = _Guest(guest.record, guest.attempt)
+                    guest.planner.observe_local(guest.took_s, guest.queued_s + guest.nominal_s)
+                self._guests[incarnation][key] = guest = _Guest(guest.record, guest.attempt, guest.planner)
             if guest.is_there:
                 present.append(guest)
             else:

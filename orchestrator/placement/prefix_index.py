@@ -12,7 +12,7 @@ computed again; the block is noticed when the prefill would store it a second ti
 The number of names per store is limited. Above the limit, the least recently used names are removed. The blocks of a
 prompt are marked as used from the last to the first, so that its first blocks are removed last.
 
-Read by `orchestrator.placement.predictions`; written by `orchestrator.dispatch` and
+Read by `orchestrator.placement.options`; written by `orchestrator.dispatch` and
 `orchestrator.workers.prefix_discovery`. Does no I/O. Runs on the event loop.
 """
 

@@ -25,7 +25,7 @@ IMPORTS = [
     ("engines", "generate_workers/slots/slot_access.py", "baton.transport.channel"),  # which imports grpc
     ("orchestrator", "orchestrator/dispatch/attempt.py", "grpc"),
     ("stubs", "orchestrator/scheduler.py", "baton.v1.kv_pb2"),
-    ("orchestrator", "orchestrator/placement/comparison.py", "torch"),
+    ("orchestrator", "orchestrator/placement/options.py", "torch"),
     ("modeling", "baton/modeling/forward/decoder.py", "grpc"),
     ("modeling", "baton/modeling/forward/decoder.py", "baton.v1.kv_pb2"),
     ("words-and-plans", "baton/text/tokenizer.py", "torch"),

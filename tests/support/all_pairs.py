@@ -11,7 +11,7 @@ from baton.types import TokenRange
 from orchestrator.membership.view import GenerationGroup, PrefillGroup
 from orchestrator.placement.block_fetches import BlockFetch, node_of
 from orchestrator.placement.chain_width import ChainPlan
-from orchestrator.placement.predictions import Outlook
+from orchestrator.placement.options import PlacementContext
 from orchestrator.requests.record import RequestRecord
 
 
@@ -35,19 +35,23 @@ def cost_s(way: PairWay) -> float:
 class AllPairs:
     """All options to serve one request at one point in time."""
 
-    outlook: Outlook
+    outlook: PlacementContext
     record: RequestRecord
 
-    def chains(self, generation: GenerationGroup) -> list[PairWay]:
-        """Return the cheapest option of each prefill group that is compatible with the generation group, in the order
-        of the view."""
+    def chains(self, generation: GenerationGroup, avoid: Collection[Hashable] = ()) -> list[PairWay]:
+        """Return the cheapest option of each prefill group that is compatible with the generation group and not in
+        `avoid`, in the order of the view."""
         view = self.outlook.members.view
         groups = [group for group in view.prefill if group.layout_fingerprint in ("", generation.layout_fingerprint)]
-        return [self._cheaper(self._chains(generation, group)) for group in groups if group.ready]
+        return [
+            self._cheaper(self._chains(generation, group))
+            for group in groups
+            if group.ready and group.incarnation not in avoid
+        ]
 
     def local(self, generation: GenerationGroup) -> PairWay | None:
         """Return the cheapest option with local prefill by the generation group."""
-        ways = list(self._locals(generation))
+        ways = list(self.locals(generation))
         return self._cheaper(iter(ways)) if ways else None
 
     def generation(self, avoid: Collection[Hashable] = ()) -> GenerationGroup | None:
@@ -65,7 +69,7 @@ class AllPairs:
         ]
         if len(able) < 2:
             return able[0] if able else None
-        return min(able, key=lambda each: (self._cost_s(each) // 1e-3, self._room(each)))
+        return min(able, key=lambda each: (self._cost_s(each, avoid) // 1e-3, self._room(each)))
 
     def lacks_memory(self, generation: GenerationGroup) -> bool:
         """Return True if the group is known to have too little memory for the request's prompt."""
@@ -76,39 +80,47 @@ class AllPairs:
     def _room(self, generation: GenerationGroup) -> int:
         return self.outlook.members.load(generation.name).num_slots - generation.num_slots
 
-    def _cost_s(self, generation: GenerationGroup) -> float:
+    def _cost_s(self, generation: GenerationGroup, avoid: Collection[Hashable]) -> float:
         if self.lacks_memory(generation):
             return 1e6
-        ways = [*self.chains(generation), self.local(generation)]
-        return min((way.terms.cost_s for way in ways if way is not None), default=0.0)
+        ways = [] if self.record.wants_prompt_scores else self.chains(generation, avoid)
+        local = self.local(generation)
+        if local is not None and not (ways and self.record.request.by_chain):
+            ways = [*ways, local]
+        return min((way.terms.cost_s for way in ways), default=0.0)
 
     def _chains(self, generation: GenerationGroup, group: PrefillGroup) -> Iterator[PairWay]:
         outlook = self.outlook
-        pending = outlook.members.prefill_queues.pending(group.incarnation, outlook.now_s)
+        pending = outlook.members.prefill_queues.pending(group.incarnation, outlook.clock.now_s())
         num_pushed = self.record.num_tokens - self._cached_tokens(generation, generation.prefix_store)
         for start, fetch in self._starts(generation, group.prefix_store):
             tokens, fetch_s = TokenRange(start, self.record.num_tokens), 0.0 if fetch is None else fetch.predicted_s
-            chains = outlook.policy.chains(tokens, self.record.request.tenant)
-            chain = chains.plan(len(group.endpoints), pending, outlook.now_s)
+            planner = outlook.planner_of(group)
+            chains = replace(outlook.policy, planner=planner).chains(tokens, self.record.request.tenant)
+            chain = chains.plan(len(group.endpoints), pending, outlook.clock.now_s())
             own_s = min(chain.choice.options, key=lambda option: option.cost_s).own_s
             terms = chain_terms(
-                outlook.planner,
+                planner,
                 chain.ttft_s,
                 num_pushed,
-                self._batch(generation),
+                (0, 0),
                 is_elsewhere=all(node_of(each) != node_of(generation.endpoint) for each in group.endpoints),
             )
+            terms = replace(terms, steps_s=self._step_s(generation) / 2)
             queue_s = max(own_s - chain.ttft_s - fetch_s, 0.0)
             terms = replace(terms, queue_s=queue_s, others_s=chain.cost_s - own_s, fetch_s=fetch_s)
             yield PairWay(terms, fetch, group, chain)
 
-    def _locals(self, generation: GenerationGroup) -> Iterator[PairWay]:
+    def locals(self, generation: GenerationGroup) -> Iterator[PairWay]:
+        """Yield the options with local prefill by the generation group."""
         outlook, record = self.outlook, self.record
-        queue_s = outlook.generation_load.queue_s(generation.incarnation, outlook.now_s)
+        queue_s = outlook.generation_load.queue_s(generation.incarnation, outlook.clock.now_s())
         starts = iter([(0, None)]) if record.wants_prompt_scores else self._starts(generation, generation.prefix_store)
         for start, fetch in starts:
             fetch_s = 0.0 if fetch is None else fetch.predicted_s
-            terms = local_terms(outlook.planner, TokenRange(start, record.num_tokens), self._batch(generation))
+            terms = local_terms(
+                outlook.planner_of(generation), TokenRange(start, record.num_tokens), self._batch(generation)
+            )
             if terms is not None:
                 yield PairWay(replace(terms, queue_s=max(queue_s - fetch_s, 0.0), fetch_s=fetch_s), fetch)
 
@@ -129,6 +141,10 @@ class AllPairs:
     def _blocks(self, generation: GenerationGroup) -> PromptBlocks:
         request, layout = self.record.request, generation.layout_fingerprint
         return PromptBlocks.of(request.prompt_ids, self.outlook.block_tokens, layout, request.prefix_salt)
+
+    def _step_s(self, generation: GenerationGroup) -> float:
+        planner, (num_rows, context) = self.outlook.planner_of(generation), self._batch(generation)
+        return planner.step_s(num_rows, context) if num_rows and planner.steps is not None else 0.0
 
     def _batch(self, generation: GenerationGroup) -> tuple[int, float]:
         context = self.outlook.generation_load.context_tokens(generation.incarnation)

@@ -239,12 +239,12 @@ def test_what_fetches_take_is_scaled_by_what_they_took_until_computing_was_faste
 def test_a_generation_group_s_prefill_is_a_rank_s_at_its_speed_between_steps() -> None:
     planner = deciding_planner(speed=2.0)
     alone_s = sum(planner.rank_s((TokenRange(0, 100),)))
-    assert planner.local_s(TokenRange(0, 100), 0, 0) == pytest.approx((alone_s / 2, 0.0))
-    found = planner.local_s(TokenRange(0, 100), 3, 50)
+    assert planner.local_s(TokenRange(0, 100), 0.0) == pytest.approx((alone_s / 2, 0.0))
+    found = planner.local_s(TokenRange(0, 100), planner.step_s(3, 50))
     assert found is not None and found[1] == pytest.approx((0.5 + 3) * 0.02)
     planner.observe_local(observed_s=3.0, predicted_s=1.0)
-    assert planner.local_s(TokenRange(0, 100), 0, 0) == pytest.approx((1.5 * alone_s, 0.0))
-    assert planner.local_s(TokenRange(0, 100), 3, 50) == pytest.approx((1.5 * alone_s, 3 * found[1]))
+    assert planner.local_s(TokenRange(0, 100), 0.0) == pytest.approx((1.5 * alone_s, 0.0))
+    assert planner.local_s(TokenRange(0, 100), planner.step_s(3, 50)) == pytest.approx((1.5 * alone_s, 3 * found[1]))
     assert planner.local_factor == pytest.approx(3.0)
 
 
@@ -259,11 +259,11 @@ def test_what_a_local_prefill_took_is_corrected_once() -> None:
     planner, tokens = local_planner(), TokenRange(0, 2800)
     nominal_s = sum(planner.rank_s((tokens,)))
     planner.observe("chain", done(planner, 2800, slower=3.0))
-    assert planner.local_s(tokens, 0, 0) == pytest.approx((3 * nominal_s, 0.0))  # nothing else is known yet
+    assert planner.local_s(tokens, 0.0) == pytest.approx((3 * nominal_s, 0.0))  # nothing else is known yet
     planner.observe_local(observed_s=3 * nominal_s, predicted_s=nominal_s)
-    assert planner.local_s(tokens, 0, 0) == pytest.approx((3 * nominal_s, 0.0))
+    assert planner.local_s(tokens, 0.0) == pytest.approx((3 * nominal_s, 0.0))
     planner.adopt(planner.search(ASSUMED))
-    assert planner.local_s(tokens, 0, 0) == pytest.approx((nominal_s, 0.0))
+    assert planner.local_s(tokens, 0.0) == pytest.approx((nominal_s, 0.0))
 
 
 def test_a_local_prefill_that_was_slow_once_is_believed_in_again() -> None:
@@ -277,7 +277,7 @@ def test_a_local_prefill_that_was_slow_once_is_believed_in_again() -> None:
 
 
 def test_nobody_knows_what_a_generation_group_takes_unless_told() -> None:
-    assert assumed_planner().local_s(TokenRange(0, 100), 0, 0) is None
+    assert assumed_planner().local_s(TokenRange(0, 100), 0.0) is None
 
 
 def test_a_planner_of_knots_that_were_searched_before_plans_alike() -> None:

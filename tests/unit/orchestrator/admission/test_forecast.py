@@ -10,13 +10,14 @@ from baton.errors import ResourceExhaustedError
 from baton.prefix_blocks import PromptBlocks
 from baton.sampling_params import SamplingParams
 from baton.types import Epoch, JobId, Rank, RequestId
-from baton_lab.traffic.choosing import ImmediateChooser
+from baton_lab.traffic.choosing import plan_now
 from orchestrator.admission.fair_queue import FairQueue
 from orchestrator.admission.forecast import ChainForecast, Correction, Turnover, predict_wait_s
 from orchestrator.admission.gate import Admission
 from orchestrator.membership.members import Membership
 from orchestrator.membership.prefill_queues import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
+from orchestrator.placement.chooser import Chooser
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Attempt, RequestRecord
 from orchestrator.requests.request import Request
@@ -139,7 +140,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.members.update(ClusterView(self.prefill, (GenerationGroup("g", "h:9", "layout", 4, 8192),)))
-        self.chooser = ImmediateChooser(self.members, linear_planner(), self.clock, self.config)
+        self.chooser = Chooser(self.members, linear_planner(), self.clock, self.config)
 
     def chain_s(self, record: RequestRecord) -> float:
         forecast = ChainForecast(self.chooser)
@@ -181,7 +182,7 @@ def test_the_best_group_that_could_take_it_counts() -> None:
     cluster, record = Cluster(), request(200)
     away = GenerationGroup("away", "h:8", "layout", 4, 8192, ready=False, prefix_store="away")
     full = GenerationGroup("full", "h:7", "other layout", 0, 8192, prefix_store="full")
-    cluster.chooser = ImmediateChooser(cluster.members, deciding_planner(speed=2.0), ManualClock(100.0), STATIC)
+    cluster.chooser = Chooser(cluster.members, deciding_planner(speed=2.0), ManualClock(100.0), STATIC)
     cluster.members.update(ClusterView((), (away, full, *cluster.members.view.generation)))
     for group in (away, full):
         names = PromptBlocks.of(record.request.prompt_ids, 32, group.layout_fingerprint, "").names
@@ -282,10 +283,10 @@ class Served:
             self.refused.append(number)
         record.admit(clock)
         with ExitStack() as held:
-            plan = self.cluster.chooser.plan_now(record, held)
-            assert plan is not None and plan.way is not None
+            plan = plan_now(self.cluster.chooser, record, held)
+            assert plan is not None and plan.chain is not None
             record.place(clock, Attempt(placement=plan.placement))
-            prefill_queues.add(GROUP.incarnation, JobId(2 * number + 1), plan.way.chain.job, clock.now_s())
+            prefill_queues.add(GROUP.incarnation, JobId(2 * number + 1), plan.chain.plan.job, clock.now_s())
             self._maybe_step()
             clock.advance(made * rng.uniform(0.5, 2.0))
         record.see_token(clock.now_s())

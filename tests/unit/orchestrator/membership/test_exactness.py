@@ -14,7 +14,7 @@ from baton.types import RequestId
 from generate_workers.residency.traits import POLICIES
 from orchestrator.membership.members import NoGroupError
 from orchestrator.membership.view import ClusterView, GenerationGroup
-from orchestrator.placement.comparison import able_groups
+from orchestrator.placement.options import able_groups
 from orchestrator.requests.record import Finished, RequestRecord, Started
 from orchestrator.requests.request import Request
 from tests.support.clusters.cluster import HASTY, BareCluster, cluster

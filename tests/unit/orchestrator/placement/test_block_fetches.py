@@ -191,15 +191,15 @@ async def test_a_chain_begins_behind_what_its_node_fetches_from_the_group_that_g
     cluster = Cluster({"here": 3}, config=replace(LOCAL, disaggregation="always"))
     record = request()
     plan = await cluster.plan(record)
-    assert plan.fetch is not None and plan.way is not None and plan.placement.chain is not None
+    assert plan.fetch is not None and plan.chain is not None and plan.placement.chain is not None
     assert (plan.fetch.source.store, plan.fetch.target.endpoint) == ("here", "c:1")
-    assert plan.way.chain.num_cached_tokens == 96
+    assert plan.chain.plan.num_cached_tokens == 96
     assert plan.placement.chain.fetch_s == pytest.approx(FETCH_S)
     failed = cluster.chooser.replan(plan, record)
-    assert failed.way is not None and failed.way.chain.num_cached_tokens == 0
+    assert failed.chain is not None and failed.chain.plan.num_cached_tokens == 0
     cluster.chooser.prefixes.use("chain", plan.fetch.names)
     fetched = cluster.chooser.replan(plan, record)
-    assert fetched.way is not None and fetched.way.chain.num_cached_tokens == 96
+    assert fetched.chain is not None and fetched.chain.plan.num_cached_tokens == 96
 
 
 async def test_others_are_served_during_a_fetch() -> None:

@@ -87,7 +87,7 @@ class Cluster:
     async def place(self, record: RequestRecord) -> Placement:
         plan = await self.plan(record)
         assert plan.generation == GROUP
-        assert plan.placement.is_local == (plan.way is None)
+        assert plan.placement.is_local == (plan.chain is None)
         return plan.placement
 
     async def begin(self, record: RequestRecord, seconds: float) -> Placement:
@@ -293,8 +293,8 @@ async def test_a_chain_that_is_not_ready_or_failed_the_request_is_not_planned_wh
 
 async def planned_chain(cluster: Cluster, record: RequestRecord) -> PrefillGroup:
     plan = await cluster.plan(record)
-    assert plan.way is not None
-    return plan.way.group
+    assert plan.chain is not None
+    return plan.chain.group
 
 
 async def test_only_the_chain_of_a_plan_is_planned_anew() -> None:
@@ -302,11 +302,11 @@ async def test_only_the_chain_of_a_plan_is_planned_anew() -> None:
     cluster.members.update(ClusterView((CHAIN, other), (GROUP,)))
     record = request(100)
     plan = await cluster.plan(record)
-    assert plan.way is not None and plan.way.group == CHAIN
+    assert plan.chain is not None and plan.chain.group == CHAIN
     cluster.busy(5.0)
     again = cluster.chooser.replan(plan, record)
-    assert again.way is not None and again.way.group == other
-    assert replace(again, way=plan.way) == plan
+    assert again.chain is not None and again.chain.group == other
+    assert replace(again, chain=plan.chain) == plan
     cluster.members.update(ClusterView((), (GROUP,)))
     assert cluster.chooser.replan(again, record) == again  # none is ready: the ranks that were chosen are asked
 
@@ -318,7 +318,7 @@ async def test_a_group_counts_as_taken_as_soon_as_it_is_planned_and_until_the_pl
         waiting = asyncio.create_task(cluster.chooser.plan(record, held))
         await asyncio.sleep(0)
         assert cluster.members.load(GROUP.name).num_slots == 1  # while it waits for a chain
-        assert not cluster.chooser.has_room(request(100, first=1), ())
+        assert not cluster.chooser.with_room(request(100, first=1), ())
         assert (await waiting).placement.reason == "none_ready"
         assert cluster.members.load(GROUP.name).num_slots == 1
     assert cluster.members.load(GROUP.name).num_slots == 0
