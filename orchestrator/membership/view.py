@@ -7,6 +7,7 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from baton.planning.device_profile import DeviceProfile
 from baton.types import Epoch
 
 
@@ -26,6 +27,8 @@ class PrefillGroup:
     layout_fingerprint: str = ""
     """Fingerprint of the layout of the group's KV. Empty if it is unknown; the layout is then assumed to match every
     generation group."""
+    profile: DeviceProfile | None = None
+    """Profile of the device of the group's slowest rank. None if no rank has reported its profile."""
 
     @property
     def incarnation(self) -> Hashable:
@@ -53,6 +56,8 @@ class GenerationGroup:
     attends to."""
     is_approximate: bool = False
     """True if the group's sequences attend to only a part of their tokens."""
+    profile: DeviceProfile | None = None
+    """Profile of the engine's device. None if the engine has not reported it."""
 
     def may_serve(self, *, exact: bool) -> bool:
         """Return True if the group may serve a request. `exact` is True if the request requires attention to all its
