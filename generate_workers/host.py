@@ -15,6 +15,7 @@ from baton.modeling.checkpoints.weights import load_decoder
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.hosting import LoadedModel, prefix_place
 from baton.modeling.prefix_store.folder import sweep
+from baton.planning.device_profile import DeviceProfile
 from baton.planning.step_times import load_kept
 from baton.planning.work_cost import WorkCost
 from baton.process.clock import SystemClock
@@ -30,14 +31,17 @@ from generate_workers.servicer import GenerationServer
 logger = logging.getLogger(__name__)
 
 
-async def start_engine(place: WorkerPlace, config: EngineConfig, model: LoadedModel | None = None) -> GenerationServer:
+async def start_engine(
+    place: WorkerPlace, config: EngineConfig, model: LoadedModel | None = None, profile: DeviceProfile | None = None
+) -> GenerationServer:
     """Start a generation engine and return its server, which accepts calls. The model is loaded, unless `model` already
-    has it. Raises ModelError or ConfigError with one line of text."""
+    has it. The engine reports `profile`, the profile of its device. Raises ModelError or ConfigError with one line of
+    text."""
     decoder = await in_own_thread(partial((model or LoadedModel()).load, place))
     tokenizer = await asyncio.to_thread(Tokenizer.load, place.model_folder)
     draft_model = await in_own_thread(partial(_load_draft_model, place, config, decoder, tokenizer))
     server = await GenerationServer.start(
-        ServedModel(decoder, tokenizer, draft_model, measured_cost(place)),
+        ServedModel(decoder, tokenizer, draft_model, measured_cost(place), profile),
         place,
         replace(config, max_slot_tokens=min(config.max_slot_tokens, decoder.config.max_position)),
         clock=SystemClock(),

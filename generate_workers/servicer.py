@@ -9,6 +9,7 @@ the errors of calls to gRPC statuses.
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from baton import __version__
 from baton.errors import InvalidArgumentError
 from baton.modeling.hosting import PrefixPlace
 from baton.modeling.kernels.process_kernels import KERNELS
+from baton.planning.device_profile import DeviceProfile
 from baton.prefix_blocks import BlockNaming
 from baton.process.clock import Clock
 from baton.process.own_thread import in_own_thread
@@ -78,10 +80,17 @@ class GroupPrefixes:
 
 class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
     """Serves baton.v1.GenerationGroup with a running engine. `prefixes`: access to the node's prefix store; None: no
-    store."""
+    store. `profile`: profile of the engine's device; None: it is not reported."""
 
-    def __init__(self, engine: GenerationEngine, layout: KvLayout, prefixes: GroupPrefixes | None = None) -> None:
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        layout: KvLayout,
+        prefixes: GroupPrefixes | None = None,
+        profile: DeviceProfile | None = None,
+    ) -> None:
         self.engine = engine
+        self._profile = None if profile is None else common_pb2.DeviceProfile(**asdict(profile))
         self.prefixes = prefixes
         # approximate KV is not saved, because exact groups would use it
         saver = prefixes.saver if prefixes is not None and engine.residency.traits.is_exact else None
@@ -163,6 +172,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
             kernels=kernels_to_proto(KERNELS.choice),
             prefix_store=None if self.prefixes is None else await _prefix_store(self.prefixes),
             speculation=None if status.speculation is None else _speculation_to_proto(status.speculation),
+            profile=self._profile,
         )
 
     def _step_to_proto(self, step: StepStats) -> generate_pb2.StepSample:
@@ -217,7 +227,7 @@ class GenerationServer:
         reclaim = prefixes.saver.give_up if prefixes is not None else None
         running = RunningRows(slots, ChunkedPrefillPolicy.of(config, decoder.config), speculation, reclaim)
         engine = GenerationEngine(model, running, config, decode_steps=decode_steps, crash_note=place.crash_note)
-        servicer = GenerationServicer(engine, decoder.layout, prefixes)
+        servicer = GenerationServicer(engine, decoder.layout, prefixes, model.profile)
         generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicer, server)
         KvReceiverServicer(slots, prefixes.loader if prefixes is not None else None, clock=clock).add_to(server)
         if prefixes is not None:

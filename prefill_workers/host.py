@@ -9,6 +9,7 @@ from functools import partial
 
 from baton.modeling.hosting import LoadedModel, prefix_place
 from baton.modeling.prefix_store.folder import sweep
+from baton.planning.device_profile import DeviceProfile
 from baton.process.clock import SystemClock
 from baton.process.own_thread import in_own_thread
 from baton.settings.place import WorkerPlace
@@ -18,9 +19,11 @@ from prefill_workers.engine import PrefillEngine
 from prefill_workers.servicer import PrefillServer
 
 
-async def start_rank(place: WorkerPlace, config: PrefillConfig, model: LoadedModel | None = None) -> PrefillServer:
-    """Start the server of a rank, and return it when it is serving. Loads the model first, unless `model` is given.
-    Raises ModelError or ConfigError with a one-line message."""
+async def start_rank(
+    place: WorkerPlace, config: PrefillConfig, model: LoadedModel | None = None, profile: DeviceProfile | None = None
+) -> PrefillServer:
+    """Start the server of a rank, and return it when it is serving. Loads the model first, unless `model` is given. The
+    rank reports `profile`, the profile of its device. Raises ModelError or ConfigError with a one-line message."""
     decoder = await in_own_thread(partial((model or LoadedModel()).load, place))
     prefixes = prefix_place(place)
     server = await PrefillServer.start(
@@ -29,6 +32,7 @@ async def start_rank(place: WorkerPlace, config: PrefillConfig, model: LoadedMod
         prefixes=prefixes,
         may_share=config.transfer == "auto",
         grammars=Grammars.of_folder(place.model_folder, decoder.config.eos_token_ids),
+        profile=profile,
     )
     await asyncio.to_thread(sweep)  # after this process's own folder was marked as in use
     return server

@@ -9,7 +9,7 @@ statuses.
 
 import asyncio
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Self
 
@@ -22,6 +22,7 @@ from baton.modeling.kernels.process_kernels import KERNELS
 from baton.modeling.kv.buffers import KvBuffer
 from baton.modeling.prefix_store.node import NodeStore
 from baton.modeling.prefix_store.store import Filled
+from baton.planning.device_profile import DeviceProfile
 from baton.process.own_thread import in_own_thread
 from baton.proto_types import range_from_proto, range_to_proto, read, scalars
 from baton.sampling_params import StructuredOutput
@@ -91,7 +92,8 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
     `place` has the settings of the worker process. Two of them are used: the address of the network interface for
     links, and the cluster's secret, which is sent to generation groups. `store` is the node's prefix store; None if the
     node has none. `may_share` is True if KV may be sent through shared memory to groups of the same node. `grammars`
-    are the model's output grammars; None: constrained outputs are refused.
+    are the model's output grammars; None: constrained outputs are refused. `profile` describes the rank's device; None:
+    it is not reported.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         *,
         may_share: bool = True,
         grammars: Grammars | None = None,
+        profile: DeviceProfile | None = None,
     ) -> None:
         self.engine, self.prefixes = engine, store.blocks if store is not None else None
         self._store, self._grammars = store, grammars
@@ -115,6 +118,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         if store is not None:
             self._exchange = BlockExchange(store.blocks, clock=engine.clock, connect=connect)
         self._blocks = BlockThreads()
+        self._profile = None if profile is None else common_pb2.DeviceProfile(**asdict(profile))
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the PrefillRank service with the server. If the node has a prefix store, also register the service
@@ -182,6 +186,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
             version=__version__,
             kernels=kernels_to_proto(KERNELS.choice),
             prefix_store=store,
+            profile=self._profile,
         )
 
     async def ListPrefixBlocks(
@@ -272,6 +277,7 @@ class PrefillServer:
         prefixes: PrefixPlace | None = None,
         may_share: bool = True,
         grammars: Grammars | None = None,
+        profile: DeviceProfile | None = None,
     ) -> Self:
         """Start a server on a free port of `place.host`. It accepts callers that have the cluster's secret. Links use
         the same address.
@@ -279,8 +285,8 @@ class PrefillServer:
         Takes ownership of `engine` and `grammars`, and closes them if this call raises. `prefixes` are the folders of
         the node's prefix store. They are created if they do not exist, and removed by their last user. `may_share` is
         True if KV may be sent through shared memory to groups of the same node. `grammars` constrain outputs; None:
-        constrained outputs are refused. Raises ConfigError if the server cannot listen, or if a folder cannot be
-        created.
+        constrained outputs are refused. `profile` describes the rank's device. Raises ConfigError if the server cannot
+        listen, or if a folder cannot be created.
         """
         try:
             secret = ClusterSecret(place.secret)
@@ -292,7 +298,7 @@ class PrefillServer:
             if grammars is not None:
                 await in_own_thread(grammars.close)
             raise
-        servicer = PrefillRankServicer(engine, place, store, may_share=may_share, grammars=grammars)
+        servicer = PrefillRankServicer(engine, place, store, may_share=may_share, grammars=grammars, profile=profile)
         servicer.add_to(server)
         await server.start()
         return cls(server, servicer, port)

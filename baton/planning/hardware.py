@@ -81,43 +81,20 @@ CPU_CORE_FP32 = Hardware(1e11, 7.5e10, LinkModel(1e-4, 2e9), memory_bandwidth=1e
 """Assumed rates of one CPU core in fp32. Torch computes both matrix products and attention."""
 
 
-@dataclass(frozen=True)
-class CoreRates:
-    """Measured rates of one core of a kind of processor, for one dtype."""
-
-    linear_flops: float
-    """FLOP/s of one core when it multiplies the hidden states of a prompt's chunk by the weights of a layer."""
-    pair_flops: float
-    """FLOP/s of one core in the attention kernel."""
-    memory_bandwidth: float
-    """Memory bandwidth of one core in bytes per second."""
-    shared_bandwidth: float
-    """Memory bandwidth of all cores together in bytes per second."""
-
-    def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            if not value > 0:
-                raise ConfigError(f"core: {name} = {value} is out of range: give a rate above 0")
-
-    def __str__(self) -> str:
-        return (
-            f"{self.linear_flops / 1e9:.3g} GFLOP/s in matrices, {self.pair_flops / 1e9:.3g} in attention, reads "
-            f"{self.memory_bandwidth / 1e9:.3g} GB/s (all cores {self.shared_bandwidth / 1e9:.3g})"
-        )
-
-
-def cpu_rank(num_threads: int, dtype_bytes: int, core: CoreRates | None = None) -> Hardware:
+def cpu_rank(
+    num_threads: float, dtype_bytes: int, core: Hardware | None = None, shared_bandwidth: float = math.inf
+) -> Hardware:
     """Return the rates of a CPU rank that uses `num_threads` cores. `dtype_bytes` is 2 for bf16 and 4 for fp32.
 
-    `core` holds rates of one core that were measured with this dtype. If it is None, estimated rates are used.
+    `core` holds rates of one core for this dtype, and `shared_bandwidth` the memory bandwidth of all cores together, in
+    bytes per second. If `core` is None, estimated rates are used, with the memory bandwidth of one core for all.
     """
-    assumed = CPU_CORE if dtype_bytes == 2 else CPU_CORE_FP32
     if core is None:
-        rates = {name: getattr(assumed, name) * num_threads for name in ("linear_flops", "pair_flops")}
-        return dataclasses.replace(assumed, **rates)
+        core = CPU_CORE if dtype_bytes == 2 else CPU_CORE_FP32
+        shared_bandwidth = core.memory_bandwidth
     return dataclasses.replace(
-        assumed,
+        core,
         linear_flops=core.linear_flops * num_threads,
         pair_flops=core.pair_flops * num_threads,
-        memory_bandwidth=min(core.memory_bandwidth * num_threads, core.shared_bandwidth),
+        memory_bandwidth=min(core.memory_bandwidth * num_threads, shared_bandwidth),
     )

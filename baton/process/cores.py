@@ -1,12 +1,14 @@
 """Sets the CPU cores on which a process runs, and the priorities of its threads."""
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
+_CGROUP = Path("/sys/fs/cgroup")
 _GIVEN_WAY = 10
 """Number by which the nice values of other threads exceed that of the preferred thread (see `give_way_to`). If another
 thread shares a core with the preferred thread, it gets about a tenth of that thread's processor time."""
@@ -35,3 +37,10 @@ def give_way_to(thread_id: int) -> None:
         with contextlib.suppress(OSError):  # a thread has just ended, or a sandbox forbids it
             if other != thread_id and os.getpriority(os.PRIO_PROCESS, other) < nice:
                 os.setpriority(os.PRIO_PROCESS, other, nice)
+
+
+def cpu_quota(cgroup: Path = _CGROUP) -> float:
+    """Return the number of cores whose time the container of this process may use; infinity if it has no limit."""
+    limit = cgroup / "cpu.max"
+    quota, period = limit.read_text().split() if limit.exists() else ("max", "0")
+    return math.inf if quota == "max" else int(quota) / int(period)

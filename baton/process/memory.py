@@ -1,4 +1,4 @@
-"""Free memory of the machine or container in which the process runs."""
+"""Memory of the machine or container in which the process runs: its size, and the free part."""
 
 from pathlib import Path
 
@@ -18,3 +18,10 @@ def free_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
         of_files = int(stat["inactive_file"]) + int(stat["active_file"])
         free = min(free, int(text) - int((cgroup / "memory.current").read_text()) + of_files)
     return max(free, 0)
+
+
+def memory_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
+    """Return the number of bytes of memory that the machine has, or the container's limit if that is less."""
+    total = int(meminfo.read_text().partition("MemTotal:")[2].split()[0]) * 1024
+    text = limit.read_text().strip() if (limit := cgroup / "memory.max").exists() else "max"
+    return total if text == "max" else min(total, int(text))

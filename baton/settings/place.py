@@ -71,6 +71,8 @@ class WorkerPlace(ModelFormats, PrefixRoom, EmulatedLink, LogLines):
     """Address that the worker's servers bind to and that other processes connect to. Empty: the node's own address."""
     device: DeviceName = "cpu"
     """Device on which the worker computes."""
+    gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Fraction of a GPU that Ray gives a worker on cuda. Used only to identify the device."""
     num_threads: Annotated[int, Field(ge=0)] = 1
     """Number of threads that the process computes with. 0: one thread for each core of the machine."""
     cores: Cores = ()

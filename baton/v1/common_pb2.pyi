@@ -477,6 +477,123 @@ class KernelChoice(_message.Message):
 Global___KernelChoice: _TypeAlias = KernelChoice  # noqa: Y015
 
 @_typing.final
+class DeviceProfile(_message.Message):
+    """The device on which a worker computes, for the worker's dtype. Workers with equal names compute on equal devices."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    HARDWARE_FIELD_NUMBER: _builtins.int
+    SHARED_BANDWIDTH_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    IS_MEASURED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The processor or GPU, and the part of it that the worker may use."""
+    device: _builtins.str
+    """cpu, cuda or emulated."""
+    shared_bandwidth: _builtins.float
+    """Bytes per second that the whole device reads from its memory."""
+    memory_bytes: _builtins.int
+    """Capacity in bytes of the memory that the device computes from; 0: not known."""
+    used_bytes: _builtins.int
+    """Bytes of it that others used when the worker started."""
+    is_measured: _builtins.bool
+    """False: the rates are nominal."""
+    @_builtins.property
+    def hardware(self) -> Global___HardwareRates:
+        """Rates of the worker while no other worker uses the device."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        device: _builtins.str = ...,
+        hardware: Global___HardwareRates | None = ...,
+        shared_bandwidth: _builtins.float = ...,
+        memory_bytes: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+        is_measured: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hardware", b"hardware"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "hardware", b"hardware", "is_measured", b"is_measured", "memory_bytes", b"memory_bytes", "name", b"name", "shared_bandwidth", b"shared_bandwidth", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceProfile: _TypeAlias = DeviceProfile  # noqa: Y015
+
+@_typing.final
+class HardwareRates(_message.Message):
+    """Rates that a worker reaches in practice. Rates are per second, and infinite where there is no limit."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINEAR_FLOPS_FIELD_NUMBER: _builtins.int
+    PAIR_FLOPS_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
+    SCORES_PER_S_FIELD_NUMBER: _builtins.int
+    MEMORY_BANDWIDTH_FIELD_NUMBER: _builtins.int
+    FIXED_S_FIELD_NUMBER: _builtins.int
+    ISSUE_S_FIELD_NUMBER: _builtins.int
+    linear_flops: _builtins.float
+    """FLOP/s of matrix products, and of the attention kernel."""
+    pair_flops: _builtins.float
+    scores_per_s: _builtins.float
+    memory_bandwidth: _builtins.float
+    """Bytes per second."""
+    fixed_s: _builtins.float
+    """Seconds of a layer in addition to its products and its attention."""
+    issue_s: _builtins.float
+    """Minimum seconds of a layer of a prefill, in which its kernels are launched."""
+    @_builtins.property
+    def link(self) -> Global___LinkRates: ...
+    def __init__(
+        self,
+        *,
+        linear_flops: _builtins.float = ...,
+        pair_flops: _builtins.float = ...,
+        link: Global___LinkRates | None = ...,
+        scores_per_s: _builtins.float = ...,
+        memory_bandwidth: _builtins.float = ...,
+        fixed_s: _builtins.float = ...,
+        issue_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["link", b"link"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fixed_s", b"fixed_s", "issue_s", b"issue_s", "linear_flops", b"linear_flops", "link", b"link", "memory_bandwidth", b"memory_bandwidth", "pair_flops", b"pair_flops", "scores_per_s", b"scores_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HardwareRates: _TypeAlias = HardwareRates  # noqa: Y015
+
+@_typing.final
+class LinkRates(_message.Message):
+    """The link from a worker to another one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LATENCY_S_FIELD_NUMBER: _builtins.int
+    BANDWIDTH_FIELD_NUMBER: _builtins.int
+    latency_s: _builtins.float
+    bandwidth: _builtins.float
+    """Bytes per second in one direction."""
+    def __init__(
+        self,
+        *,
+        latency_s: _builtins.float = ...,
+        bandwidth: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bandwidth", b"bandwidth", "latency_s", b"latency_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkRates: _TypeAlias = LinkRates  # noqa: Y015
+
+@_typing.final
 class PrefixStoreStatus(_message.Message):
     """A worker's node's prefix store, and the worker's use of it."""
 

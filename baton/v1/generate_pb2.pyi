@@ -418,6 +418,7 @@ class GenerationStatus(_message.Message):
     NUM_DEVICE_BYTES_FIELD_NUMBER: _builtins.int
     STALL_FIELD_NUMBER: _builtins.int
     NUM_NOT_FINITE_FIELD_NUMBER: _builtins.int
+    PROFILE_FIELD_NUMBER: _builtins.int
     num_slots: _builtins.int
     """Slots, and how many of them are in each state: together all."""
     num_free: _builtins.int
@@ -468,6 +469,10 @@ class GenerationStatus(_message.Message):
     def speculation(self) -> Global___SpeculationStatus:
         """Speculative decoding; unset where it is off."""
 
+    @_builtins.property
+    def profile(self) -> _common_pb2.DeviceProfile:
+        """The device that the group computes on; unset where it is not known."""
+
     def __init__(
         self,
         *,
@@ -494,10 +499,11 @@ class GenerationStatus(_message.Message):
         num_device_bytes: _builtins.int = ...,
         stall: _builtins.str = ...,
         num_not_finite: _builtins.int = ...,
+        profile: _common_pb2.DeviceProfile | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "prefix_store", b"prefix_store", "speculation", b"speculation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "prefix_store", b"prefix_store", "profile", b"profile", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "imbalance", b"imbalance", "is_approximate", b"is_approximate", "kept", b"kept", "kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "layout_fingerprint", b"layout_fingerprint", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_device_bytes", b"num_device_bytes", "num_free", b"num_free", "num_leased", b"num_leased", "num_not_finite", b"num_not_finite", "num_preemptions", b"num_preemptions", "num_quarantined", b"num_quarantined", "num_slots", b"num_slots", "num_steps", b"num_steps", "prefix_store", b"prefix_store", "residency", b"residency", "speculation", b"speculation", "stall", b"stall", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "imbalance", b"imbalance", "is_approximate", b"is_approximate", "kept", b"kept", "kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "layout_fingerprint", b"layout_fingerprint", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_device_bytes", b"num_device_bytes", "num_free", b"num_free", "num_leased", b"num_leased", "num_not_finite", b"num_not_finite", "num_preemptions", b"num_preemptions", "num_quarantined", b"num_quarantined", "num_slots", b"num_slots", "num_steps", b"num_steps", "prefix_store", b"prefix_store", "profile", b"profile", "residency", b"residency", "speculation", b"speculation", "stall", b"stall", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

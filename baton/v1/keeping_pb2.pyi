@@ -3,6 +3,7 @@
 isort:skip_file
 How a supervisor keeps the orchestrator. Internal: served on a port of its own, which is not the clients'."""
 
+from baton.v1 import common_pb2 as _common_pb2
 from baton.v1 import orchestrator_pb2 as _orchestrator_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
@@ -266,6 +267,7 @@ class PrefillGroupView(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     PREFIX_STORE_FIELD_NUMBER: _builtins.int
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    PROFILE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     epoch: _builtins.int
     ready: _builtins.bool
@@ -274,6 +276,10 @@ class PrefillGroupView(_message.Message):
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """host:port of each rank, in rank order."""
+
+    @_builtins.property
+    def profile(self) -> _common_pb2.DeviceProfile:
+        """Device of the slowest rank; unset where it is not known."""
 
     def __init__(
         self,
@@ -284,10 +290,11 @@ class PrefillGroupView(_message.Message):
         ready: _builtins.bool = ...,
         prefix_store: _builtins.str = ...,
         layout_fingerprint: _builtins.str = ...,
+        profile: _common_pb2.DeviceProfile | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "epoch", b"epoch", "layout_fingerprint", b"layout_fingerprint", "name", b"name", "prefix_store", b"prefix_store", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "epoch", b"epoch", "layout_fingerprint", b"layout_fingerprint", "name", b"name", "prefix_store", b"prefix_store", "profile", b"profile", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -306,6 +313,7 @@ class GenerationGroupView(_message.Message):
     PREFIX_STORE_FIELD_NUMBER: _builtins.int
     RESIDENCY_FIELD_NUMBER: _builtins.int
     IS_APPROXIMATE_FIELD_NUMBER: _builtins.int
+    PROFILE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     endpoint: _builtins.str
     layout_fingerprint: _builtins.str
@@ -315,6 +323,10 @@ class GenerationGroupView(_message.Message):
     prefix_store: _builtins.str
     residency: _builtins.str
     is_approximate: _builtins.bool
+    @_builtins.property
+    def profile(self) -> _common_pb2.DeviceProfile:
+        """Device of the group; unset where it is not known."""
+
     def __init__(
         self,
         *,
@@ -327,10 +339,11 @@ class GenerationGroupView(_message.Message):
         prefix_store: _builtins.str = ...,
         residency: _builtins.str = ...,
         is_approximate: _builtins.bool = ...,
+        profile: _common_pb2.DeviceProfile | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "is_approximate", b"is_approximate", "layout_fingerprint", b"layout_fingerprint", "max_slot_tokens", b"max_slot_tokens", "name", b"name", "num_slots", b"num_slots", "prefix_store", b"prefix_store", "ready", b"ready", "residency", b"residency"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "is_approximate", b"is_approximate", "layout_fingerprint", b"layout_fingerprint", "max_slot_tokens", b"max_slot_tokens", "name", b"name", "num_slots", b"num_slots", "prefix_store", b"prefix_store", "profile", b"profile", "ready", b"ready", "residency", b"residency"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

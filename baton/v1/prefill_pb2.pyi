@@ -306,6 +306,7 @@ class PrefillStatus(_message.Message):
     STALL_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
     PREFIX_STORE_FIELD_NUMBER: _builtins.int
+    PROFILE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     epoch_error: _builtins.str
     """Why the epoch has ended; empty while it lives."""
@@ -325,6 +326,10 @@ class PrefillStatus(_message.Message):
     def prefix_store(self) -> _common_pb2.PrefixStoreStatus:
         """The prefix store of the node; unset where there is none."""
 
+    @_builtins.property
+    def profile(self) -> _common_pb2.DeviceProfile:
+        """The device that the rank computes on; unset where it is not known."""
+
     def __init__(
         self,
         *,
@@ -338,10 +343,11 @@ class PrefillStatus(_message.Message):
         stall: _builtins.str = ...,
         kernels: _common_pb2.KernelChoice | None = ...,
         prefix_store: _common_pb2.PrefixStoreStatus | None = ...,
+        profile: _common_pb2.DeviceProfile | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels", "prefix_store", b"prefix_store"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels", "prefix_store", b"prefix_store", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "epoch_error", b"epoch_error", "kernels", b"kernels", "layout_fingerprint", b"layout_fingerprint", "num_jobs", b"num_jobs", "num_jobs_done", b"num_jobs_done", "prefix_store", b"prefix_store", "progress", b"progress", "stall", b"stall", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "epoch_error", b"epoch_error", "kernels", b"kernels", "layout_fingerprint", b"layout_fingerprint", "num_jobs", b"num_jobs", "num_jobs_done", b"num_jobs_done", "prefix_store", b"prefix_store", "profile", b"profile", "progress", b"progress", "stall", b"stall", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

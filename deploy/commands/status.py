@@ -20,6 +20,7 @@ from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from baton.v1.planning_pb2_grpc import PlanningStub
 from deploy.commands.keyed_channel import keyed
 from deploy.commands.record import load_record, secret_for
+from orchestrator.api.keeping import profile_from_proto
 
 _ANSWER_S = 5.0
 _NUM_CHANGES = 5
@@ -129,13 +130,15 @@ def scaling_of(state: ClusterState) -> Iterator[str]:
 
 
 def processors_of(state: ClusterState) -> Iterator[str]:
-    """Yield a line for each kind of processor: the groups with workers on this kind of processor, and the kernels that
-    they use."""
+    """Yield a line for each kind of processor, with the kernels that its workers use, and for each device on which
+    workers compute, with its main rates. Each line begins with the groups of these workers."""
     groups: dict[str, dict[str, None]] = {}
     for group in state.groups:
         for status in group.statuses:
             kernels = kernels_from_proto(status.kernels)
             groups.setdefault(f"{kernels.processor}: {kernels}", {})[group.name] = None
+            if status.HasField("profile"):
+                groups.setdefault(str(profile_from_proto(status.profile)), {})[group.name] = None
     yield from (f"{', '.join(names)} on {processor}" for processor, names in groups.items())
 
 

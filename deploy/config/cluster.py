@@ -118,6 +118,7 @@ class ClusterConfig(LogLines):
             **values_of(EmulatedLink, self.device),
             **values_of(LogLines, self),
             device=section.device,
+            gpu_share=section.gpu_share,
             model=place.model or self.model.name,
             model_search=tuple(Path(each) for each in self.model.search),
             host=self.worker_host or place.host,

@@ -54,3 +54,8 @@ def read_variable(name: str) -> str:
 def use_threads(num_threads: int) -> int:
     """Return the number of threads to use: `num_threads` or, if `num_threads` is 0, the number of cores."""
     return num_threads or os.cpu_count() or 1
+
+
+def mps_percentage() -> str:
+    """Return the percentage of a GPU's processors that CUDA MPS lets this process use; empty if there is no limit."""
+    return os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "")

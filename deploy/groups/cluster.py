@@ -109,6 +109,7 @@ class Cluster:
                     ready=group.ready,
                     prefix_store=group.prefix_store,
                     layout_fingerprint=group.layout_fingerprint,
+                    profile=group.profile,
                 )
                 for group in self.prefill
                 if group.endpoints and group.links is not None
@@ -124,6 +125,7 @@ class Cluster:
                     prefix_store=group.prefix_store,
                     residency=group.residency,
                     is_approximate=group.is_approximate,
+                    profile=group.profile,
                 )
                 for group in self.generation
                 if group.endpoints

@@ -24,6 +24,7 @@ from types import MappingProxyType
 import grpc
 
 from baton.errors import BatonError, UnavailableError
+from baton.planning.device_profile import DeviceProfile, slowest
 from baton.process.backoff import Backoff
 from baton.process.endless import describe, repeat, tell_end, tell_failure
 from baton.v1 import generate_pb2, prefill_pb2
@@ -34,6 +35,7 @@ from deploy.groups.restarts import Restarts
 from deploy.groups.spawner import WorkerHandle
 from deploy.groups.surroundings import Surroundings
 from deploy.groups.worker import Worker
+from orchestrator.api.keeping import profile_from_proto
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,8 @@ class WorkerGroup:
         self._stores: dict[int, str] = {}
         """Name of the prefix store (prefix cache) of each worker's node, by rank, reported by the worker when it
         started. Empty text: the node has no store."""
+        self._profiles: dict[int, DeviceProfile] = {}
+        """Profile of each worker's device, by rank, reported by the worker when it started."""
         self._missing: dict[int, WorkerConfig] = {}
         """Configurations of the workers whose process has ended and that have not been replaced yet, by rank."""
         self._ready = asyncio.Event()
@@ -95,6 +99,11 @@ class WorkerGroup:
         different blocks."""
         stores = {*self._stores.values()}
         return stores.pop() if len(stores) == 1 else ""
+
+    @property
+    def profile(self) -> DeviceProfile | None:
+        """Profile of the device of the group's slowest worker; None if no worker has reported its profile."""
+        return slowest(self._profiles.values())
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -144,7 +153,7 @@ class WorkerGroup:
             if worker is not None:
                 await worker.disconnect()
             self._configs = tuple(config for config in self._configs if config.rank != rank)
-            for known in (self.workers, self._missing, self._stores):
+            for known in (self.workers, self._missing, self._stores, self._profiles):
                 known.pop(rank, None)
             self.suspect()
             return None if worker is None or worker.handle.ended else worker.handle
@@ -211,6 +220,8 @@ class WorkerGroup:
         if isinstance(status, generate_pb2.GenerationStatus):
             self.residency, self.is_approximate = status.residency, status.is_approximate
         self._stores[worker.handle.config.rank] = status.prefix_store.identity
+        if status.HasField("profile"):
+            self._profiles[worker.handle.config.rank] = profile_from_proto(status.profile)
 
     async def _wake_at_end(self, handle: WorkerHandle) -> None:
         """Wait for the end of the worker's process, then wake the supervision. If the process crashed, report the

@@ -6,11 +6,14 @@ model. Runs in the worker's process, on its asyncio loop.
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from baton.process.garbage import collect_all
+from baton.process.own_thread import in_own_thread
 from baton.transport.identity import ClusterSecret
 from deploy.config.worker import WorkerConfig
+from deploy.machine.device_profile import worker_profile
 from generate_workers.config import EngineConfig
 from orchestrator.requests.config import OrchestratorConfig
 from prefill_workers.config import PrefillConfig
@@ -38,18 +41,21 @@ if the server cannot be started."""
 
 
 async def start_server(config: WorkerConfig, model: "LoadedModel | None" = None) -> Server:
-    """Start the server of a worker. The worker's model is loaded first, unless `model` already contains it. Raises
-    BatonError with one line of text if the server cannot be started."""
+    """Start the server of a worker. The profile of the worker's device is found first. Then the worker's model is
+    loaded, unless `model` already contains it. Raises BatonError with one line of text if the server cannot be
+    started."""
     secret = ClusterSecret(config.place.secret)  # refused here, before a model is loaded
     match config.section:
         case PrefillConfig() as section:
             from prefill_workers.host import start_rank
 
-            return await start_rank(config.place, section, model)
+            profile = await in_own_thread(partial(worker_profile, config.place))
+            return await start_rank(config.place, section, model, profile)
         case EngineConfig() as section:
             from generate_workers.host import start_engine
 
-            return await start_engine(config.place, section, model)
+            profile = await in_own_thread(partial(worker_profile, config.place))
+            return await start_engine(config.place, section, model, profile)
         case OrchestratorConfig() as section:
             from orchestrator.api.host import OrchestratorHost
 

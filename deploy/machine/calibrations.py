@@ -7,27 +7,27 @@ The data come from the first of these sources that exists:
 2. the file that is stored for this model and hardware
 3. estimates from the model's shape and nominal rates
 
-Nominal rates of a CPU are the rates of one core that were measured on this machine (`core_rates`), or else assumed
-rates. Those of a GPU follow from its data sheet (`baton.planning.gpus`). Step times are stored next to the calibration.
-The hardware is that of the machine that runs this code; all workers with the same device are assumed to run on equal
-machines. Functions block while they read files.
+Nominal rates are those of the profile that was measured on this machine for its processor or its GPU
+(`deploy.machine.device_profile`). Without a profile, those of a CPU are assumed, and those of a GPU follow from its
+data sheet (`baton.planning.gpus`). Step times are stored next to the calibration. The hardware is that of the machine
+that runs this code; all workers with the same device are assumed to run on equal machines. Functions block while they
+read files.
 """
 
 import logging
-import platform
 from pathlib import Path
 
 from baton.errors import ConfigError
+from baton.modeling.kernels.processor import processor_name
 from baton.planning.calibration import Calibration, load, nominal
-from baton.planning.gpus import gpu_rank
-from baton.planning.hardware import Hardware, cpu_rank
+from baton.planning.hardware import Hardware
 from baton.planning.local_prefill import LocalPrefill
 from baton.planning.planner import ChainPlanner
 from baton.planning.step_times import StepTimes, load_kept, nominal_steps, path_beside
 from baton.settings.paths import cache_folder
 from deploy.config.environment import use_threads
 from deploy.machine.cluster_plan import ClusterPlan
-from deploy.machine.core_rates import kept_rates
+from deploy.machine.device_profile import local_profile
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import gpu_name
 
@@ -93,11 +93,10 @@ def nominal_step_times(
 
 
 def rates_of(device: str, num_threads: int, dtype_bytes: int) -> Hardware:
-    """Return the nominal rates of a worker on this machine: those of its GPU if `device` is "cuda", else those of
-    `num_threads` cores."""
-    if device == "cuda":
-        return gpu_rank(gpu_name(), dtype_bytes)
-    return cpu_rank(num_threads, dtype_bytes, kept_rates(dtype_bytes))
+    """Return the rates of a worker on this machine: those of its GPU if `device` is "cuda", else those of `num_threads`
+    cores. They are nominal unless a profile of this machine is kept."""
+    gpu = gpu_name() if device == "cuda" else ""
+    return local_profile(device, num_threads, dtype_bytes, gpu=gpu).hardware
 
 
 def find_step_times(assumed: StepTimes, calibration: Path) -> StepTimes:
@@ -204,12 +203,4 @@ def _machine(device: str, num_threads: int, worker: str, quantization: str, deta
     if device == "cuda":
         return f"{gpu_name() or 'unknown GPU'}, {device}, one GPU {worker}{details}{weights}"
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''} {worker}"
-    return f"{_processor()}, cpu, {threads}{details}{weights}"
-
-
-def _processor() -> str:
-    """Return the processor's name as the kernel gives it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return f"{processor_name()}, cpu, {threads}{details}{weights}"

@@ -18,7 +18,8 @@ from baton.settings.addresses import join_address
 from deploy.config.cluster import ClusterConfig
 from deploy.config.environment import use_threads
 from deploy.machine.cluster_plan import WORKER_BYTES, ClusterPlan
-from deploy.machine.this_machine import Machine
+from deploy.machine.device_profile import DTYPE_BYTES, local_profile
+from deploy.machine.this_machine import Machine, gpu_name
 from generate_workers.residency.traits import POLICIES
 
 GIB = 2**30
@@ -55,7 +56,7 @@ def examine(plan: ClusterPlan, machine: Machine) -> list[Finding]:
     findings = [versions(), check_model(plan)]
     if not config.ray.address:
         findings += [check_devices(config), check_selection(config), check_cores(config, machine)]
-        findings += [check_memory(plan, machine), check_shm(config, machine)]
+        findings += [check_memory(plan, machine), check_shm(config, machine), report_profile(config)]
     return [*findings, check_instruction_set(machine), check_port(config)]
 
 
@@ -189,6 +190,15 @@ def check_memory(plan: ClusterPlan, machine: Machine) -> Finding:
         text = f"{text} and {kv_bytes / GIB:.1f} GiB for KV: lower generate.kv_memory_bytes"
         return Finding("memory", Verdict.WARNING, text)
     return Finding("memory", Verdict.OK, text)
+
+
+def report_profile(config: ClusterConfig) -> Finding:
+    """Report the rates of an engine's device on this machine, on which predictions are based until a model's costs are
+    measured."""
+    engine, is_gpu = config.generate, config.generate.device == "cuda"
+    gpu, num_threads = gpu_name() if is_gpu else "", use_threads(engine.num_threads)
+    profile = local_profile(engine.device, num_threads, DTYPE_BYTES[config.model.dtype], gpu=gpu)
+    return Finding("profile", Verdict.OK, str(profile))
 
 
 def check_shm(config: ClusterConfig, machine: Machine) -> Finding:

@@ -206,7 +206,7 @@ def read_rate(clock: Stopwatch) -> float:
 def _steps(shape: ModelShape, dtype: str, quantization: str, clock: Stopwatch) -> Steps:
     num_layers = _num_layers(shape)
     with tempfile.TemporaryDirectory(prefix="baton-probe-") as folder:
-        _write_model(Path(folder), shape, dtype, num_layers)
+        write_model(Path(folder), shape, dtype, num_layers)
         decoder = load_decoder(Path(folder), dtype=dtype, quantization=quantization)
     context = max(64, _KV_BYTES // (_KV_ROWS * decoder.layout.token_bytes))
     sizes = [*((rows, 1) for rows in _ROWS), (_KV_ROWS, context), (_KV_ROWS, 1)]
@@ -241,7 +241,7 @@ def _step(decoder: Decoder, rows: int, context: int) -> Callable[[], object]:
     return lambda: decoder.logits(decoder.forward([1] * rows, spans)).argmax(-1)
 
 
-def _write_model(folder: Path, shape: ModelShape, dtype: str, num_layers: int) -> None:
+def write_model(folder: Path, shape: ModelShape, dtype: str, num_layers: int) -> None:
     """Write a Llama model with random weights. A feed-forward part without a gate becomes a gated one with the same
     number of weights. The experts of a token become one feed-forward part with their total width."""
     ffn = shape.active_ffn if shape.gated else -(-2 * shape.active_ffn // 3)

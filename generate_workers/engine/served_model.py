@@ -4,6 +4,7 @@ model."""
 from dataclasses import dataclass
 
 from baton.modeling.forward.decoder import Decoder
+from baton.planning.device_profile import DeviceProfile
 from baton.planning.work_cost import WorkCost
 from baton.text.tokenizer import Tokenizer
 
@@ -19,3 +20,5 @@ class ServedModel:
     model is configured."""
     cost: WorkCost | None = None
     """Measured costs of steps of `decoder` on this machine. None: estimated costs are used."""
+    profile: DeviceProfile | None = None
+    """Profile of the device that the engine computes on. None: nominal rates are used."""

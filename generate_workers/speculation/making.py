@@ -7,6 +7,7 @@ import torch
 from baton.errors import ConfigError
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.weight_sizes import bytes_per_step
+from baton.planning.device_profile import DeviceProfile
 from baton.planning.gpus import gpu_rank
 from baton.planning.hardware import cpu_rank, derive_step
 from baton.planning.speculation import MOST_DRAFTS
@@ -104,8 +105,8 @@ def make_speculation(
             f"speculation = {name!r} is not supported with sliding windows: use speculation ngram, auto or off"
         )
     chosen: dict[str, DraftSource] = sources if name == "auto" else {name: sources[name]}
-    costs = StepCosts(model.cost or _nominal(decoder))
-    draft_costs = costs if draft_model is None else StepCosts(_nominal(draft_model))
+    costs = StepCosts(model.cost or nominal_cost(decoder, model.profile))
+    draft_costs = costs if draft_model is None else StepCosts(nominal_cost(draft_model, model.profile))
     drafting = draft_model or decoder
     draft_steps = DraftSteps(draft_costs, drafting.layout.token_bytes, bytes_per_step(drafting.weights))
     return Speculator(chosen, slots, costs, draft_steps, fixed_drafts=config.draft_tokens or None)
@@ -134,11 +135,14 @@ def _by_model(draft_model: Decoder, config: EngineConfig) -> DraftSource:
     return DraftSource(proposer, Acceptances([_MODEL_ACCEPTED], config.num_slots), config.draft_keys)
 
 
-def _nominal(decoder: Decoder) -> WorkCost:
-    """Return the costs of a model's steps, derived from its bytes and FLOPs at nominal rates."""
+def nominal_cost(decoder: Decoder, profile: DeviceProfile | None) -> WorkCost:
+    """Return the costs of a model's steps, derived from its bytes and FLOPs at the rates of `profile`. None: nominal
+    rates are used."""
     shape = model_shape(decoder.config, decoder.dtype.itemsize)
     where = decoder.device.torch_device
-    if where.type == "cuda":
+    if profile is not None:
+        rates = profile.hardware
+    elif where.type == "cuda":
         rates = gpu_rank(torch.cuda.get_device_name(where), shape.dtype_bytes)
     else:
         rates = cpu_rank(torch.get_num_threads(), shape.dtype_bytes)

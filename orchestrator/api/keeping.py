@@ -11,11 +11,15 @@ from google.protobuf.message import Message
 
 from baton.planning import calibration, step_times
 from baton.planning.chain.partition_table import Knot, PartitionTable
+from baton.planning.cost_model import LinkModel
+from baton.planning.device_profile import DeviceProfile
+from baton.planning.hardware import Hardware
 from baton.planning.local_prefill import LocalPrefill
 from baton.planning.planner import ChainPlanner
+from baton.proto_types import read
 from baton.results.completion import ModelInfo
+from baton.v1 import common_pb2, orchestrator_pb2
 from baton.v1 import keeping_pb2 as pb
-from baton.v1 import orchestrator_pb2
 from orchestrator.membership.view import AbsentGroup, ClusterView, EndedWorker, GenerationGroup, Orders, PrefillGroup
 
 T = TypeVar("T", PrefillGroup, GenerationGroup, AbsentGroup, EndedWorker, LocalPrefill, Knot)
@@ -42,6 +46,13 @@ def view_from_proto(message: pb.ClusterView) -> ClusterView:
         absent=tuple(_of(AbsentGroup, group) for group in message.absent),
         ended=tuple(_of(EndedWorker, worker) for worker in message.ended),
     )
+
+
+def profile_from_proto(message: common_pb2.DeviceProfile) -> DeviceProfile:
+    """Return the device profile that a worker has reported in a message. Raises ConfigError if a rate is not above
+    0."""
+    hardware = read(Hardware, message.hardware, link=read(LinkModel, message.hardware.link))
+    return read(DeviceProfile, message, hardware=hardware)
 
 
 def orders_to_proto(orders: Orders) -> pb.Orders:
@@ -110,5 +121,8 @@ def _of(kind: type[T], message: Message) -> T:
     values: dict[str, Any] = {}
     for field in fields(kind):
         value = getattr(message, field.name)
+        if isinstance(value, common_pb2.DeviceProfile):
+            values[field.name] = profile_from_proto(value) if message.HasField(field.name) else None
+            continue
         values[field.name] = value if isinstance(value, _SCALARS) else tuple(value)
     return kind(**values)

@@ -28,6 +28,7 @@ class PrefillGroup:
     """Fingerprint of the layout of the group's KV. Empty if it is unknown; the layout is then assumed to match every
     generation group."""
     profile: DeviceProfile | None = None
+    """Profile of the device of the group's slowest rank. None if no rank has reported its profile."""
 
     @property
     def incarnation(self) -> Hashable:
@@ -56,6 +57,7 @@ class GenerationGroup:
     is_approximate: bool = False
     """True if the group's sequences attend to only a part of their tokens."""
     profile: DeviceProfile | None = None
+    """Profile of the engine's device. None if the engine has not reported it."""
 
     def may_serve(self, *, exact: bool) -> bool:
         """Return True if the group may serve a request. `exact` is True if the request requires attention to all its

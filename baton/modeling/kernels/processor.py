@@ -22,9 +22,13 @@ def processor_kind() -> str:
     """Return a string that identifies the type of this processor: its name, and a hash of its family, model and
     features. The choice of kernels depends on it."""
     fields = dict(_fields())
-    name = fields.get("model name") or platform.processor() or platform.machine()
     identity = [fields.get(each, "") for each in _IDENTITY] + sorted(cpu_flags())
-    return f"{name} [{hashlib.blake2b(' '.join(identity).encode(), digest_size=3).hexdigest()}]"
+    return f"{processor_name()} [{hashlib.blake2b(' '.join(identity).encode(), digest_size=3).hexdigest()}]"
+
+
+def processor_name() -> str:
+    """Return the processor's name as the kernel gives it."""
+    return dict(_fields()).get("model name") or platform.processor() or platform.machine()
 
 
 def _fields() -> list[tuple[str, str]]:

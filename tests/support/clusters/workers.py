@@ -14,6 +14,7 @@ from baton.modeling.device.cpu import CpuDevice
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.hosting import PrefixPlace
 from baton.modeling.prefix_store.node import DiskPlace
+from baton.planning.device_profile import DeviceProfile
 from baton.process.crash_notes import Crash
 from baton.settings.place import WorkerPlace
 from baton.transport.identity import ClusterSecret
@@ -145,6 +146,8 @@ class InProcessSpawner:
     """Exceptions that the next changes of a worker's role raise, one per change."""
     decoders: dict[str, Decoder] = field(default_factory=dict)
     """Models of workers that do not serve `decoder`, by worker name or model folder."""
+    profiles: dict[str, DeviceProfile] = field(default_factory=dict)
+    """Profiles of the workers' devices, by worker name; other workers report none."""
     found: InProcessWorker | None = None
     """Worker that an earlier supervisor has started. `start` returns it in place of a new one."""
 
@@ -162,13 +165,16 @@ class InProcessSpawner:
         if self.faults is not None:
             return await self._faulty_rank(decoder, self._prefixes(config), self.faults)
         engine = PrefillEngine(decoder, CLOCK, PrefillConfig())
-        return await PrefillServer.start(engine, PLACE, prefixes=self._prefixes(config), grammars=letter_grammars())
+        prefixes, grammars = self._prefixes(config), letter_grammars()
+        return await PrefillServer.start(
+            engine, PLACE, prefixes=prefixes, grammars=grammars, profile=self.profiles.get(config.name)
+        )
 
     async def _engine(self, config: WorkerConfig) -> GenerationServer:
         """Start the server of a generation group."""
         assert isinstance(config.section, EngineConfig)
         return await GenerationServer.start(
-            ServedModel(self._model(config), letter_tokenizer()),
+            ServedModel(self._model(config), letter_tokenizer(), profile=self.profiles.get(config.name)),
             PLACE,
             config.section,
             clock=CLOCK,

@@ -117,7 +117,10 @@ def test_status_shows_the_groups_and_drafts_which_a_stream_shows_at_its_end(one_
     assert re.search(told, shown.stderr)
     told = r"^generate-\d: drafts accepted so far: .*streaming \d+ of \d+ .*; latest round: "
     until(lambda: bool(re.search(told, one_host.command("status").stdout, re.MULTILINE)))
-    assert {"prefill-0", "generate-0", "generate-1"} <= set(one_host.command("status").stdout.split())
+    status = one_host.command("status").stdout
+    assert {"prefill-0", "generate-0", "generate-1"} <= set(status.split())
+    devices = re.findall(r"^(.*) on .*, \d+ threads?.*: [\d.]+ GFLOP/s in matrices, .* GB/s \(", status, re.MULTILINE)
+    assert sorted(name for names in devices for name in names.split(", ")) == ["generate-0", "generate-1", "prefill-0"]
 
 
 @pytest.mark.ci

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.process.memory import free_bytes
+from baton.process.memory import free_bytes, memory_bytes
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,7 @@ def test_free_memory_is_the_machine_s_or_the_container_s(tmp_path: Path, limit: 
         (tmp_path / "memory.current").write_text(f"{4 << 10}\n")
         (tmp_path / "memory.stat").write_text("anon 4096\ninactive_file 0\nactive_file 0\n")
     assert free_bytes(meminfo, tmp_path) == expected
+    assert memory_bytes(meminfo, tmp_path) == (9 << 10 if limit in (None, "max") else int(limit))
 
 
 def test_pages_of_files_are_free_memory_in_a_container(tmp_path: Path) -> None:

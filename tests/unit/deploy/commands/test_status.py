@@ -1,13 +1,15 @@
 """What `baton status` shows of groups: what their workers said, and nothing of those that do not answer."""
 
 import io
+from dataclasses import asdict, replace
 
 from rich.console import Console, RenderableType
 
 from baton.calls.cluster_state import ClusterState, GenerationStatus, GroupState, KvLedger, PrefillStatus
+from baton.planning.device_profile import nominal_core, nominal_gpu
 from baton.transport.proto_types import kernels_to_proto
 from baton.types import KernelChoice
-from baton.v1.common_pb2 import PrefixStoreStatus
+from baton.v1.common_pb2 import DeviceProfile, PrefixStoreStatus
 from baton.v1.generate_pb2 import DraftCounts, DraftSource, SpeculationStatus
 from deploy.commands.status import drafts_of, groups_table, processors_of, slots_table
 
@@ -80,6 +82,16 @@ def test_groups_that_draft_say_what_is_accepted() -> None:
         f"g-0: drafts accepted so far: {accepted}; latest round: 32 drafts, 200 ms, predicted 190 ms",
         "g-1: drafts accepted so far: ngram none; latest round: 0 drafts, 20 ms",
     ]
+
+
+def test_groups_on_one_device_share_a_line() -> None:
+    core, gpu = nominal_core(2), nominal_gpu("NVIDIA L4", 2)
+    profiles = [DeviceProfile(**asdict(each)) for each in (core, gpu, replace(core, used_bytes=1))]
+    ranks = {rank: PrefillStatus(kernels=KERNELS, profile=each) for rank, each in enumerate(profiles)}
+    engine = GenerationStatus(kernels=KERNELS, profile=profiles[1])
+    groups = replace(PREFILL, ranks=ranks), replace(GENERATE, generation=engine)
+    _, *devices = processors_of(ClusterState(groups, 0, 0, 0, "v"))
+    assert devices == [f"prefill-0 on {core}", f"prefill-0, generate-0 on {gpu}"]
 
 
 def test_groups_on_one_kind_of_processor_share_a_line() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from baton import __version__
 from baton.errors import ModelError, UnavailableError, VersionMismatchError
+from baton.planning.device_profile import DeviceProfile, nominal_core, nominal_gpu
 from baton.process.backoff import Backoff
 from baton.process.clock import SystemClock
 from baton.transport.proto_types import kernels_to_proto
@@ -22,6 +23,7 @@ from deploy.groups.group import WorkerGroup
 from deploy.groups.surroundings import Heartbeat, Surroundings
 from tests.support.clusters.clients import HOST
 from tests.support.clusters.workers import InProcessSpawner, tiny_worker
+from tests.support.eventually import eventually
 from tests.support.models.tiny_models import random_decoder
 
 pytestmark = pytest.mark.integration
@@ -47,6 +49,9 @@ class Bench:
         self.chain = WorkerGroup("prefill-0", ranks, self.around, self.links)
         self.engine = WorkerGroup("generate-0", [tiny_worker("generate")], self.around)
         self.cluster = Cluster([self.chain], [self.engine], self.around)
+
+    async def chain_profile(self) -> DeviceProfile | None:
+        return self.chain.profile
 
     def _count(self) -> None:
         self.num_changes += 1
@@ -76,6 +81,23 @@ async def test_a_started_cluster_is_ready_and_seen(bench: Bench) -> None:
     assert [(group.name, group.ready) for group in view.generation] == [("generate-0", True)]
     assert view.generation[0].layout_fingerprint == random_decoder().layout.fingerprint
     assert (view.generation[0].residency, view.generation[0].is_approximate) == ("device", False)
+
+
+async def test_groups_are_seen_with_the_profile_of_their_slowest_worker(bench: Bench) -> None:
+    slow, fast, gpu = nominal_core(4), nominal_core(2), nominal_gpu("NVIDIA L4", 2)
+    bench.spawner.profiles = {"prefill-0.0": fast, "prefill-0.1": slow, "generate-0": gpu}
+    async with running(bench):
+        view = bench.cluster.view(num_slots=2, max_slot_tokens=64)
+        assert [group.profile for group in view.groups] == [slow, gpu]
+        bench.spawner.profiles["prefill-0.1"] = gpu
+        bench.chain.workers[1].handle.kill()
+        await eventually(bench.chain_profile, fast.__eq__, within_s=60)
+
+
+async def test_a_worker_that_reports_no_profile_is_seen_without_one(bench: Bench) -> None:
+    async with running(bench):
+        view = bench.cluster.view(num_slots=2, max_slot_tokens=64)
+    assert [group.profile for group in view.groups] == [None, None]
 
 
 async def test_a_chain_is_seen_with_the_prefix_store_of_its_node(bench: Bench, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What the configuration leaves open follows the machine; what is set stays."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,22 +9,32 @@ import torch
 from safetensors.torch import save_file
 
 from baton.errors import ConfigError
-from baton.planning.hardware import CoreRates
+from baton.planning.device_profile import DeviceProfile, save
+from baton.planning.hardware import CPU_CORE
 from deploy.config.cluster import ClusterConfig
 from deploy.config.file import WrittenConfig
 from deploy.machine.arrangement import arrange
-from deploy.machine.core_rates import keep_rates
+from deploy.machine.device_profile import kept_path
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import Machine
 from tests.support.models.config_folders import SMALL, write_config
 
-SHARED, SCALING = CoreRates(2e11, 1.6e11, 1e10, 1e10), CoreRates(2e11, 1.6e11, 1e10, 8e10)
+CORE = replace(CPU_CORE, linear_flops=2e11, pair_flops=1.6e11, memory_bandwidth=1e10)
+SHARED, SCALING = 1e10, 8e10
+
+
+def keep(shared_bandwidth: float) -> None:
+    """Keep a profile of this machine's cores, which together have this memory bandwidth."""
+    for dtype_bytes in (2, 4):
+        path = kept_path("cpu", dtype_bytes)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(DeviceProfile("CPU core", "cpu", CORE, shared_bandwidth, is_measured=True), path)
 
 
 @pytest.fixture
 def model(cache: Path, tmp_path: Path) -> ResolvedModel:
     """Of a model, on a machine whose cores share one core's bandwidth."""
-    keep_rates({"2": SHARED, "4": SHARED})
+    keep(SHARED)
     made = write_config(tmp_path / "tiny", SMALL)
     save_file({"weight": torch.zeros(8)}, made / "model.safetensors")
     return ResolvedModel(made)
@@ -39,7 +50,7 @@ def arranged(sections: dict[str, Any], model: ResolvedModel, machine: Machine) -
 
 
 def test_two_cores_are_one_engine_s(model: ResolvedModel) -> None:
-    keep_rates({"2": SCALING, "4": SCALING})
+    keep(SCALING)
     config, why = arranged({}, model, machine(2))
     assert config.prefill.num_groups == 0 and config.generate.num_threads == 2
     assert not config.generate.cores
@@ -82,7 +93,7 @@ def test_other_settings_stay_beside(model: ResolvedModel) -> None:
 
 
 def test_an_engine_that_prefills_alone_takes_longer_steps(model: ResolvedModel) -> None:
-    keep_rates({"2": SCALING, "4": SCALING})
+    keep(SCALING)
     chosen, _ = arranged({}, model, machine(2))
     asked, why = arranged({"prefill": {"num_groups": 0}, "generate": {"mixed_step_s": 0.05}}, model, machine(2))
     assert (chosen.generate.mixed_step_s, chosen.generate.max_prefill_tokens_per_step) == (0.3, 512)

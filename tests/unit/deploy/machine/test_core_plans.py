@@ -5,20 +5,21 @@ import dataclasses
 import pytest
 
 from baton.planning.calibration import nominal
-from baton.planning.hardware import CoreRates, cpu_rank
+from baton.planning.hardware import CPU_CORE, cpu_rank
 from baton.planning.step_times import nominal_steps
 from baton_lab.study.known_models import SHAPES
 from deploy.machine.core_plans import MOST_RANKS, CorePlan, Costs, best_core_plan, core_plans
 
 SHAPE = SHAPES["smollm2-135m"]
-SHARED = CoreRates(linear_flops=2e11, pair_flops=1.6e11, memory_bandwidth=1e10, shared_bandwidth=1e10)
+CORE = dataclasses.replace(CPU_CORE, linear_flops=2e11, pair_flops=1.6e11, memory_bandwidth=1e10)
+SHARED = 1e10
 """One core reads memory as fast as all: more threads do not make steps faster that are bound by reading."""
 
 
-def costs(core: CoreRates = SHARED) -> Costs:
+def costs(bandwidth: float = SHARED) -> Costs:
     return Costs(
-        prefill=lambda threads: nominal("smollm2-135m", "here", SHAPE, cpu_rank(threads, 2, core)),
-        steps=lambda threads: nominal_steps("smollm2-135m", "here", SHAPE, cpu_rank(threads, 2, core)),
+        prefill=lambda threads: nominal("smollm2-135m", "here", SHAPE, cpu_rank(threads, 2, CORE, bandwidth)),
+        steps=lambda threads: nominal_steps("smollm2-135m", "here", SHAPE, cpu_rank(threads, 2, CORE, bandwidth)),
         num_slots=16,
     )
 
@@ -47,8 +48,7 @@ def test_cores_that_memory_keeps_waiting_are_better_spent_on_a_chain() -> None:
 
 
 def test_where_reading_scales_with_cores_one_engine_is_best() -> None:
-    scaling = dataclasses.replace(SHARED, shared_bandwidth=8e10)
-    assert not best_core_plan(core_plans(costs(scaling), 8, 99)).num_ranks
+    assert not best_core_plan(core_plans(costs(8e10), 8, 99)).num_ranks
 
 
 def test_of_ways_that_serve_alike_the_first_token_decides() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.planning.calibration import nominal
+from baton.planning.device_profile import nominal_core, nominal_gpu
 from baton.planning.hardware import cpu_rank
 from baton.planning.local_prefill import LocalPrefill
 from baton.planning.planner import ChainPlanner
@@ -26,9 +27,9 @@ from orchestrator.membership.view import AbsentGroup, ClusterView, EndedWorker, 
 from tests.support.clusters.planners import linear_planner
 
 VIEW = ClusterView(
-    prefill=(PrefillGroup("p", ("h:1", "h:2"), Epoch(MAX_EPOCH), False, "store", "layout"),),
+    prefill=(PrefillGroup("p", ("h:1", "h:2"), Epoch(MAX_EPOCH), False, "store", "layout", nominal_core(4)),),
     generation=(
-        GenerationGroup("g", "h:3", "layout", 4, 64, False, "store", "window", True),
+        GenerationGroup("g", "h:3", "layout", 4, 64, False, "store", "window", True, nominal_gpu("NVIDIA L4", 2)),
         GenerationGroup("other", "h:4", "", 1, 1),
     ),
     absent=(AbsentGroup("gone", "generate", True, "no room"), AbsentGroup("left", "prefill")),
