@@ -48,7 +48,7 @@ def arrange(written: WrittenConfig, model: ResolvedModel, machine: Machine) -> C
         gpus, note = usable_gpus(plan.config, model, machine)
         plan = replace(plan, gpus=gpus, gpu_note=note)
         if gpus:
-            plan = _on_gpus(plan, written, machine)
+            plan = _on_gpus(plan, written)
         elif _is_open(written) and _device(plan.config) != "cuda":
             plan = _on_cores(plan, written, machine)
     config = plan.config
@@ -92,29 +92,27 @@ def _on_cores(plan: ClusterPlan, written: WrittenConfig, machine: Machine) -> Cl
     return replace(plan, config=config, why=f"{len(machine.cores)} cores: {reason_for(chosen, found)}")
 
 
-def _on_gpus(plan: ClusterPlan, written: WrittenConfig, machine: Machine) -> ClusterPlan:
+def _on_gpus(plan: ClusterPlan, written: WrittenConfig) -> ClusterPlan:
     """Return the plan with one worker on each usable GPU, and with sizes of engines that fit a GPU. If the user has
     configured the pools, roles with the device auto use GPUs only if there are enough for all workers."""
     config, gpus, device = plan.config, plan.gpus, _device(plan.config)
     fullest = min(gpus, key=lambda gpu: gpu.free_bytes)
     costs = gpu_costs(plan.model, config.model.dtype, fullest, config.generate.num_slots)
     sizes = engine_sizes(config, plan.model, fullest, costs.steps(1))
-    choices: dict[str, dict[str, Any]] = {"prefill": {"device": "cuda"}, "generate": {"device": "cuda"} | sizes}
-    on_gpus, why = written.with_choices(config, choices), ""
+    engine = {"device": "cuda", "max_prefill_tokens_per_step": _CUDA_STEP_TOKENS, **sizes}
+    on_gpus, why = written.with_choices(config, {"prefill": {"device": "cuda"}, "generate": engine}), ""
     if _is_open(written):
         found = gpu_plans(replace(costs, num_slots=on_gpus.generate.num_slots), len(gpus))
         chosen = best_plan(found)
-        threads = max(len(machine.cores) // len(gpus), 1)
         prefill = {"num_groups": chosen.num_chains, "num_ranks": max(chosen.num_ranks, 1)}
-        generate = {"num_groups": chosen.num_engines, "num_threads": threads}
-        on_gpus = written.with_choices(on_gpus, {"prefill": prefill, "generate": generate})
+        on_gpus = written.with_choices(on_gpus, {"prefill": prefill, "generate": {"num_groups": chosen.num_engines}})
         slots = f"{on_gpus.generate.num_slots} slots of at most {on_gpus.generate.max_slot_tokens} tokens"
         why = f"{len(gpus)} x {gpus[0].name}: {reason_for(chosen, found)}; {slots} in each engine"
     elif device == "auto" and on_gpus.num_gpus > len(gpus):
         few = f"the configured workers run on the CPU: {on_gpus.num_gpus} GPUs are needed, {len(gpus)} can be used"
         return replace(plan, gpus=(), gpu_note=f"{few}; use fewer ranks or groups, or set device = cuda for one role")
     elif not device or on_gpus.num_gpus > len(gpus):
-        on_gpus = written.with_choices(config, {"generate": sizes if config.generate.device == "cuda" else {}})
+        on_gpus = written.with_choices(config, {"generate": engine if config.generate.device == "cuda" else {}})
     return replace(plan, config=on_gpus, why=why)
 
 

@@ -116,7 +116,7 @@ def check_devices(plan: ClusterPlan, machine: Machine) -> Finding:
         except ConfigError as error:
             return Finding("devices", Verdict.FAILED, f"{role}.{error}")
     elif config.num_gpus > len(plan.gpus):
-        text = f"{role}.device = cuda: the workers need {config.num_gpus} GPUs, and {len(plan.gpus)} can be used"
+        text = f"{role}.device = cuda needs more GPUs ({config.num_gpus}) than can be used ({len(plan.gpus)})"
         remedy = plan.gpu_note or "use fewer ranks or groups, or device = cpu"
         return Finding("devices", Verdict.FAILED, f"{text}: {remedy}")
     if plan.gpu_note:

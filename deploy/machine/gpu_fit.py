@@ -4,6 +4,7 @@ The functions have no side effects. The GPUs are those of a `Machine`, which the
 """
 
 from collections import Counter
+from operator import attrgetter
 
 from baton.planning.calibration import nominal
 from baton.planning.gpus import gpu_rank
@@ -16,8 +17,13 @@ from deploy.machine.this_machine import GpuState, Machine
 
 SEQUENCE_TOKENS = 2048
 """Mean number of tokens of a sequence for which KV memory is planned."""
-_RESIDENCIES = ("device", "host")
-"""Residencies with which `auto` selects GPUs. Others do not support GPUs, or are slower on them than on a CPU."""
+_ON_GPUS = {
+    "model.quantization": ("none",),
+    "generate.residency": ("device", "host"),
+    "generate.speculation": ("auto", "off", "streaming", "ngram", "model"),
+}
+"""Values of settings with which the device `auto` selects GPUs. Others do not support GPUs, or are slower on them than
+on a CPU. The first value of each setting is its default."""
 _NUM_SLOTS = range(256, 0, -16)
 """Numbers of slots that are considered for an engine on a GPU, from the largest to the smallest."""
 _STEP_S = 0.05
@@ -38,17 +44,15 @@ def usable_gpus(config: ClusterConfig, model: ResolvedModel, machine: Machine) -
     suffices. The text names each other GPU, its reason and the remedy; it is empty if all GPUs are returned, or if the
     configuration asks for another device."""
     devices = {config.prefill.device, config.generate.device}
-    is_asked, residency, quantization = "cuda" in devices, config.generate.residency, config.model.quantization
+    is_asked = "cuda" in devices
     if not machine.gpus or not (is_asked or devices == {"auto"}):
         return (), ""
-    obstacles = (
-        (not machine.has_cuda, "torch is built without CUDA: install a torch with CUDA"),
-        (quantization != "none", f"quantization {quantization} needs a CPU: set model.quantization = none"),
-        (residency not in _RESIDENCIES, f"residency {residency} needs a CPU: set generate.residency = device"),
-    )
-    obstacle = next((text for applies, text in obstacles if applies), "")
-    if obstacle and not is_asked:
-        return (), f"the GPUs of this machine are not used, because {obstacle}, or set device = cpu"
+    obstacles = [] if machine.has_cuda else ["torch is built without CUDA: install a torch with CUDA"]
+    for name, values in _ON_GPUS.items():
+        if (value := attrgetter(name)(config)) not in values:
+            obstacles.append(f"{name} = {value} needs a CPU: set it to {values[0]}")
+    if obstacles and not is_asked:
+        return (), f"the GPUs of this machine are not used, because {obstacles[0]}, or set device = cpu"
     dtype = config.model.dtype
     needed = model.weight_bytes(dtype) + WORKER_BYTES + SEQUENCE_TOKENS * model.token_bytes(dtype)
     fitting = [gpu for gpu in machine.gpus if gpu.free_bytes >= needed or (is_asked and not gpu.total_bytes)]
@@ -56,18 +60,23 @@ def usable_gpus(config: ClusterConfig, model: ResolvedModel, machine: Machine) -
     most = max(machine.available_bytes // CUDA_WORKER_BYTES, 1)
     usable = tuple(gpu for gpu in fitting if gpu.name == kinds[0][0])[:most]
     kind = usable[0].name if usable else ""
-    unused = [gpu for gpu in machine.gpus if gpu not in usable]
-    return usable, "; ".join(f"GPU {gpu.index} is not used: {_reason(gpu, needed, kind)}" for gpu in unused)
+    reasons: dict[str, list[str]] = {}
+    for gpu in machine.gpus:
+        if gpu not in usable:
+            reasons.setdefault(_reason(gpu, needed, kind), []).append(str(gpu.index))
+    return usable, "; ".join(f"not used: GPU {', '.join(indices)}, {reason}" for reason, indices in reasons.items())
 
 
 def _reason(gpu: GpuState, needed: int, kind: str) -> str:
     """Return why a GPU is not used. `needed`: bytes that a worker needs. `kind`: name of the GPUs that are used."""
     if not gpu.total_bytes:
-        return "its memory is unknown, set device = cuda and prefill.num_groups = 0 to use it"
+        return "whose memory is unknown: set generate.device = cuda to use it"
     if gpu.free_bytes >= needed:
-        return "the host has too little memory" if gpu.name == kind else f"its kind, {gpu.name}, is not {kind}"
+        few = f"because the host has too little memory: each worker needs {CUDA_WORKER_BYTES / 2**30:.0f} GiB"
+        return few if gpu.name == kind else f"because {gpu.name} is not {kind}: set CUDA_VISIBLE_DEVICES to choose"
     remedy = "choose a smaller model" if gpu.total_bytes < needed else "end the processes that use it"
-    return f"{gpu.free_bytes} bytes of its memory are free, and weights and activations need {needed}, {remedy}"
+    sizes = f"{gpu.free_bytes / 2**30:.2f} GiB free of {needed / 2**30:.2f} GiB for weights and activations"
+    return f"{sizes}: {remedy}, or set device = cpu"
 
 
 def gpu_costs(model: ResolvedModel, dtype: str, gpu: GpuState, num_slots: int) -> Costs:

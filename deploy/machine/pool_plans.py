@@ -53,7 +53,8 @@ class PoolPlan:
         chains = f"{_counted(self.num_chains, 'chain')} of {_counted(self.num_ranks, 'rank')} and "
         engines = f"{_counted(self.num_engines, 'engine')} of {_counted(self.engine_units, self.unit)}"
         how = f"{chains if self.num_chains else ''}{engines}"
-        return f"{how} ({self.requests_per_s:.2g} requests a second, first token after {self.first_token_s:.2g} s)"
+        rate = float(f"{self.requests_per_s:.2g}")
+        return f"{how} ({rate:g} requests a second, first token after {self.first_token_s:.2g} s)"
 
 
 @dataclass(frozen=True)

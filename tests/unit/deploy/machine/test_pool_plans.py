@@ -54,7 +54,11 @@ def test_where_reading_scales_with_cores_one_engine_is_best() -> None:
 
 
 def test_of_ways_that_serve_alike_the_first_token_decides() -> None:
-    most, nearly, fewer = PoolPlan(1, 1, 1, 1, 10.0, 2.0), PoolPlan(1, 2, 1, 1, 9.6, 1.0), PoolPlan(1, 3, 1, 1, 9.0, 0.5)
+    most, nearly, fewer = (
+        PoolPlan(1, 1, 1, 1, 10.0, 2.0),
+        PoolPlan(1, 2, 1, 1, 9.6, 1.0),
+        PoolPlan(1, 3, 1, 1, 9.0, 0.5),
+    )
     assert best_plan([most, nearly, fewer]) is nearly
 
 

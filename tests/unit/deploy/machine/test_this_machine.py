@@ -72,7 +72,7 @@ def test_sizes_that_the_driver_does_not_report_are_unknown(sizes: str) -> None:
     assert str(gpu) == "GPU 0: NVIDIA A100-SXM4-40GB, memory unknown"
 
 
-@pytest.mark.parametrize("report", ["", "No devices were found\n", "Failed to initialize NVML: Driver/library mismatch"])
+@pytest.mark.parametrize("report", ["", "No devices were found\n", "Failed to initialize NVML"])
 def test_other_output_lists_no_gpus(report: str) -> None:
     assert parse_gpus(report) == ()
     assert parse_gpus(report, "0,MIG-5c89") == ()
