@@ -45,7 +45,7 @@ class WrittenConfig:
 
     def writes(self, section: str, field: str) -> bool:
         """Return True if the user has set this field to another value than auto."""
-        return self.sections.get(section, {}).get(field, "auto") != "auto"
+        return bool(self.sections.get(section, {}).get(field, "auto") != "auto")
 
     def with_choices(self, config: ClusterConfig, choices: Mapping[str, Mapping[str, Any]]) -> ClusterConfig:
         """Return `config` with the values in `choices`, by section and field name. Fields that the user has set are not

@@ -76,7 +76,7 @@ def test_machines_with_gpus_are_arranged_as_they_were(model: ResolvedModel, tmp_
     one_in_use = (*gpus(1), replace(gpus(1, used_mib=6000)[0], index=1))
     unknown = (replace(gpus(1)[0], total_bytes=0, free_bytes=0),)
     machines = {f"{number} x {kind}": machine(gpus(number, kind)) for kind in KINDS for number in (1, 2, 4, 8)}
-    cases = {
+    cases: dict[str, tuple[ResolvedModel, Machine, dict[str, Any]]] = {
         **{name: (model, here, {}) for name, here in machines.items()},
         "no GPU": (model, machine(), {}),
         "two kinds": (model, machine(mixed), {}),
