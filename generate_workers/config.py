@@ -51,7 +51,7 @@ class EngineConfig:
     pool_eviction: EvictionName = "counter"
     """Token to evict if pool_tokens is reached: least often selected (counter), least recently (lru), oldest (fifo)."""
     kv_memory_bytes: Bytes = 0
-    """KV memory of each engine, like "4GiB"; 0: what all slots need, at most free host memory / (2 * num_groups)."""
+    """KV memory of each engine, like "4GiB"; 0: what all slots need, at most a part of the free memory."""
     device_memory_bytes: Bytes = 0
     """Device memory for weights and KV, like "1GiB" (CPU: only counted). 0: 90 % of free GPU memory (CPU: no limit)."""
     speculation: SpeculationName = "auto"

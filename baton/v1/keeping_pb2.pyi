@@ -134,6 +134,7 @@ class Predictions(_message.Message):
     MAX_RANKS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     LOCAL_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
     calibration: _builtins.str
     calibration_path: _builtins.str
     """File in which a calibration that is given later is kept, with step times beside it; empty: none is kept."""
@@ -149,6 +150,10 @@ class Predictions(_message.Message):
     def local(self) -> Global___LocalPrefill:
         """How generation groups prefill by themselves; absent: unknown."""
 
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the device profiles for which calibration and step times are valid."""
+
     def __init__(
         self,
         *,
@@ -159,10 +164,11 @@ class Predictions(_message.Message):
         max_ranks: _builtins.int = ...,
         max_tokens: _builtins.int = ...,
         local: Global___LocalPrefill | None = ...,
+        devices: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["local", b"local"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "calibration_path", b"calibration_path", "knots", b"knots", "local", b"local", "max_ranks", b"max_ranks", "max_tokens", b"max_tokens", "step_times", b"step_times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "calibration_path", b"calibration_path", "devices", b"devices", "knots", b"knots", "local", b"local", "max_ranks", b"max_ranks", "max_tokens", b"max_tokens", "step_times", b"step_times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,6 +40,7 @@ from deploy.commands.record import (
     store_name,
 )
 from deploy.config.cluster import ClusterConfig
+from deploy.config.environment import restrict_gpus
 from deploy.config.file import read_config
 from deploy.machine.arrangement import arrange
 from deploy.machine.cluster_plan import ClusterPlan
@@ -69,10 +70,14 @@ def serve(args: argparse.Namespace) -> int:
     plan = resolve_drafts(arrange(written, model, machine), console)
     config = plan.config
     require(examine(plan, machine))
+    if 0 < len(plan.gpus) < len(machine.gpus):
+        restrict_gpus([gpu.uuid for gpu in plan.gpus])
     if config.prefill.calibration and not config.ray.address:
         from deploy.machine.calibrations import served_calibration  # imports torch
 
         served_calibration(plan)  # refuses a bad calibration before workers load
+    if plan.gpu_note:
+        console.print(f"warning: {plan.gpu_note}", markup=False, soft_wrap=True)
     if plan.why:
         console.print(f"arrangement for {plan.why}; set prefill.num_ranks or others to choose yourself", markup=False)
     stopping = threading.Event()

@@ -5,6 +5,7 @@ Users write a TOML file and `--set section.field=value` (`deploy.config.file`). 
 when it is read. It is immutable.
 """
 
+import math
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Self
@@ -94,6 +95,13 @@ class ClusterConfig(LogLines):
         prefill, generate = self.prefill, self.generate
         pools = ("prefill", prefill.device, prefill.gpu_share), ("generate", generate.device, generate.gpu_share)
         return {role: share for role, device, share in pools if device == "cuda"}
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs that all configured workers on cuda need together."""
+        shares, groups = self.gpu_shares, self.group_sizes.items()
+        total = sum(size * shares.get(name.partition("-")[0], 0.0) for name, size in groups)
+        return math.ceil(round(total, 6))  # rounded: three thirds are one GPU
 
     def workers(self, name: str, place: WorkerPlace) -> tuple[WorkerConfig, ...]:
         """Return the configurations of the workers of the group `name`, in rank order.

@@ -2,6 +2,7 @@
 because every command imports it and must start quickly."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from baton.errors import ConfigError
@@ -9,6 +10,8 @@ from baton.errors import ConfigError
 DEFAULT_MODEL = "smollm2-135m"
 SECRET_VARIABLE = "BATON_CLUSTER_SECRET"
 """Environment variable with the secret of the cluster to which a command with the option --target connects."""
+
+_VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def prepare_ray_environment(*, asks_token: bool, token: Path | None = None, is_local: bool = False) -> None:
@@ -35,6 +38,17 @@ def prepare_ray_environment(*, asks_token: bool, token: Path | None = None, is_l
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
     if is_local:  # despite its name, it works on all systems: 0 keeps this node's address at 127.0.0.1
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
+
+def visible_gpus() -> str | None:
+    """Return the value of CUDA_VISIBLE_DEVICES: the indices or UUIDs of the GPUs that this process and its children may
+    use, separated by commas. None: the variable is not set, and all GPUs may be used."""
+    return os.environ.get(_VISIBLE_GPUS)
+
+
+def restrict_gpus(uuids: Sequence[str]) -> None:
+    """Let this process, and the processes that it starts from now on, use only the GPUs with these UUIDs."""
+    os.environ[_VISIBLE_GPUS] = ",".join(uuids)
 
 
 def ray_auth_mode() -> str:

@@ -44,12 +44,12 @@ class WrittenConfig:
         return WrittenConfig({**self.sections, "orchestrator": section, "name": f"local-{os.getpid()}"})
 
     def writes(self, section: str, field: str) -> bool:
-        """Return True if the user has set this field."""
-        return field in self.sections.get(section, {})
+        """Return True if the user has set this field to another value than auto."""
+        return bool(self.sections.get(section, {}).get(field, "auto") != "auto")
 
     def with_choices(self, config: ClusterConfig, choices: Mapping[str, Mapping[str, Any]]) -> ClusterConfig:
         """Return `config` with the values in `choices`, by section and field name. Fields that the user has set are not
-        changed."""
+        changed, except those that are set to auto."""
         chosen = {
             section: {field: value for field, value in fields.items() if not self.writes(section, field)}
             for section, fields in choices.items()

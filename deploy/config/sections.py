@@ -92,7 +92,7 @@ class PrefillSection(PrefillConfig, PrefixRoom, PrefixRules):
     across_nodes: bool = False
     """Allow a group that does not fit on one node to span several; such a group does not use the prefix cache."""
     device: DeviceName = "auto"
-    """Device of each rank: cpu, cuda, emulated (docs/devices.md), or auto (the CPU)."""
+    """Device of each rank: cpu, cuda, emulated (docs/devices.md), or auto (GPUs if there are any)."""
     gpu_share: GpuShare = 1.0
     """Fraction of a GPU that Ray gives each rank on cuda; below 1, ranks share GPUs: set device_memory_bytes too."""
     num_threads: Count = 1
@@ -117,7 +117,7 @@ class GenerateSection(EngineConfig):
     num_groups: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of generation groups. Each group is one engine with its own batch."""
     device: DeviceName = "auto"
-    """Device of each engine: cpu, cuda, emulated (docs/devices.md), or auto (the CPU)."""
+    """Device of each engine: cpu, cuda, emulated (docs/devices.md), or auto (GPUs if there are any)."""
     gpu_share: GpuShare = 1.0
     """Fraction of a GPU that Ray gives each engine on cuda; below 1, engines share it: set device_memory_bytes too."""
     num_threads: Annotated[int, Field(ge=0)] = 0

@@ -1,24 +1,28 @@
-"""Chooses ranks, threads and cores for a cluster on one machine, if the configuration does not set them.
+"""Chooses devices, ranks, threads and cores for a cluster on one machine, if the configuration does not set them.
 
-`baton serve` and `baton doctor` call `arrange` before anything is started. Settings of the user are never changed. If
-the user has set any of the fields in `_POOLS`, such as the number of ranks, the module chooses no ranks, threads or
-cores. It then chooses only the settings in `_TOGETHER_STEPS`, which limit the size and the duration of a step, and only
-if the engines also prefill. Blocks for some milliseconds, and longer if torch has not been imported yet.
+`baton serve` and `baton doctor` call `arrange` before anything is started. Settings of the user are never changed. The
+device `auto` becomes the machine's GPUs, if there are enough of them, and else the CPU. If the user has set any of the
+fields in `_POOLS`, such as the number of ranks, or different devices for the two roles, the module chooses no ranks,
+threads or cores. It then chooses only the device and the settings that follow from it: the sizes of an engine on a GPU,
+and `_TOGETHER_STEPS`, which limit the size and the duration of a step, if the engines also prefill. Blocks for some
+milliseconds, and longer if torch has not been imported yet.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from deploy.config.cluster import ClusterConfig
 from deploy.config.file import WrittenConfig
 from deploy.machine.calibrations import nominal_calibration, nominal_step_times
 from deploy.machine.cluster_plan import WORKER_BYTES, ClusterPlan
-from deploy.machine.core_plans import CorePlan, Costs, best_core_plan, core_plans
+from deploy.machine.gpu_fit import engine_sizes, gpu_costs, usable_gpus
+from deploy.machine.pool_plans import Costs, PoolPlan, best_plan, core_plans, gpu_plans, reason_for
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import Machine
 
 _POOLS = {
-    "prefill": ("num_groups", "num_ranks", "num_threads", "cores", "device", "across_nodes"),
-    "generate": ("num_groups", "num_threads", "cores", "device"),
+    "prefill": ("num_groups", "num_ranks", "num_threads", "cores", "across_nodes", "gpu_share"),
+    "generate": ("num_groups", "num_threads", "cores", "gpu_share"),
 }
 """Fields that define the prefill and generation pools, by section. If the user sets any of them, `arrange` does not
 choose the pools."""
@@ -39,28 +43,42 @@ tokens in the time in which a CPU computes a few hundred."""
 def arrange(written: WrittenConfig, model: ResolvedModel, machine: Machine) -> ClusterPlan:
     """Return the plan of a cluster that serves `model`. Fields that the user has not set are chosen for `machine`.
     Raises ConfigError if the configuration is not valid, and ModelError if the model is not."""
-    config, why = written.config, ""
-    if _is_open(written):
-        chosen, why = _choose(config, model, machine)
-        config = written.with_choices(config, _settings_of(chosen, sorted(machine.cores)))
+    plan = ClusterPlan(written.config, model)
+    if not plan.config.ray.address:
+        gpus, note = usable_gpus(plan.config, model, machine)
+        plan = replace(plan, gpus=gpus, gpu_note=note)
+        if gpus:
+            plan = _on_gpus(plan, written)
+        elif _is_open(written) and _device(plan.config) != "cuda":
+            plan = _on_cores(plan, written, machine)
+    config = plan.config
     if not config.prefill.num_groups:
         on_gpu = {"max_prefill_tokens_per_step": _CUDA_STEP_TOKENS} if config.generate.device == "cuda" else {}
         config = written.with_choices(config, {"generate": _TOGETHER_STEPS | on_gpu})
-    return ClusterPlan(config, model, why)
+    return replace(plan, config=config)
 
 
 def _is_open(written: WrittenConfig) -> bool:
-    """Return whether `arrange` may choose the pools: the configuration permits it and sets no field of `_POOLS`."""
+    """Return whether `arrange` may choose the pools: the configuration permits it, sets no field of `_POOLS`, and both
+    roles have the same device, which is not the emulated one."""
     config = written.config
     asks_for_chains = config.autoscaling.mode != "off" or config.orchestrator.disaggregation == "always"
-    if config.arrangement == "configured" or config.ray.address or asks_for_chains:
+    if config.arrangement == "configured" or asks_for_chains or _device(config) not in ("auto", "cpu", "cuda"):
         return False
     return not any(written.writes(section, name) for section, names in _POOLS.items() for name in names)
 
 
-def _choose(config: ClusterConfig, model: ResolvedModel, machine: Machine) -> tuple[CorePlan, str]:
-    """Return the best plan for this machine, and one line of text. The line compares it with the best plan of the other
-    kind (prefill chain, or one engine that also prefills)."""
+def _device(config: ClusterConfig) -> str:
+    """Return the device that the user has set for one role or both, or auto if none is set. Return an empty string if
+    the roles have different devices."""
+    chosen = {config.prefill.device, config.generate.device} - {"auto"}
+    return "" if len(chosen) > 1 else next(iter(chosen), "auto")
+
+
+def _on_cores(plan: ClusterPlan, written: WrittenConfig, machine: Machine) -> ClusterPlan:
+    """Return the plan with the machine's cores divided among workers. Its reason compares it with the best plan of the
+    other kind (prefill chain, or one engine that also prefills)."""
+    config, model = plan.config, plan.model
     dtype, quantization, residency = config.model.dtype, config.model.quantization, config.generate.residency
     costs = Costs(
         prefill=lambda threads: nominal_calibration(model, dtype, threads, quantization),
@@ -69,19 +87,42 @@ def _choose(config: ClusterConfig, model: ResolvedModel, machine: Machine) -> tu
     )
     most_workers = machine.available_bytes // (model.weight_bytes(dtype) + WORKER_BYTES)
     found = core_plans(costs, len(machine.cores), most_workers)
-    chosen = best_core_plan(found)
-    others = [plan for plan in found if bool(plan.num_ranks) != bool(chosen.num_ranks)]
-    beside = f", rather than {best_core_plan(others)}" if others else ""
-    return chosen, f"{len(machine.cores)} cores: {chosen}{beside}"
+    chosen = best_plan(found)
+    config = written.with_choices(config, _settings_of(chosen, sorted(machine.cores)))
+    return replace(plan, config=config, why=f"{len(machine.cores)} cores: {reason_for(chosen, found)}")
 
 
-def _settings_of(plan: CorePlan, cores: list[int]) -> dict[str, dict[str, Any]]:
-    """Return the settings of the pools for a plan. The ranks of a chain and the generation engine are pinned to
+def _on_gpus(plan: ClusterPlan, written: WrittenConfig) -> ClusterPlan:
+    """Return the plan with one worker on each usable GPU, and with sizes of engines that fit a GPU. If the user has
+    configured the pools, roles with the device auto use GPUs only if there are enough for all workers."""
+    config, gpus, device = plan.config, plan.gpus, _device(plan.config)
+    fullest = min(gpus, key=lambda gpu: gpu.free_bytes)
+    costs = gpu_costs(plan.model, config.model.dtype, fullest, config.generate.num_slots)
+    sizes = engine_sizes(config, plan.model, fullest, costs.steps(1))
+    engine = {"device": "cuda", "max_prefill_tokens_per_step": _CUDA_STEP_TOKENS, **sizes}
+    on_gpus, why = written.with_choices(config, {"prefill": {"device": "cuda"}, "generate": engine}), ""
+    if _is_open(written):
+        found = gpu_plans(replace(costs, num_slots=on_gpus.generate.num_slots), len(gpus))
+        chosen = best_plan(found)
+        prefill = {"num_groups": chosen.num_chains, "num_ranks": max(chosen.num_ranks, 1)}
+        on_gpus = written.with_choices(on_gpus, {"prefill": prefill, "generate": {"num_groups": chosen.num_engines}})
+        slots = f"{on_gpus.generate.num_slots} slots of at most {on_gpus.generate.max_slot_tokens} tokens"
+        why = f"{len(gpus)} x {gpus[0].name}: {reason_for(chosen, found)}; {slots} in each engine"
+    elif device == "auto" and on_gpus.num_gpus > len(gpus):
+        few = f"the configured workers run on the CPU: {on_gpus.num_gpus} GPUs are needed, {len(gpus)} can be used"
+        return replace(plan, gpus=(), gpu_note=f"{few}; use fewer ranks or groups, or set device = cuda for one role")
+    elif not device or on_gpus.num_gpus > len(gpus):
+        on_gpus = written.with_choices(config, {"generate": engine if config.generate.device == "cuda" else {}})
+    return replace(plan, config=on_gpus, why=why)
+
+
+def _settings_of(plan: PoolPlan, cores: list[int]) -> dict[str, dict[str, Any]]:
+    """Return the settings of the pools for a plan of cores. The ranks of a chain and the generation engine have
     separate cores."""
-    if not plan.num_ranks:
-        return {"prefill": {"num_groups": 0}, "generate": {"num_threads": plan.engine_threads}}
-    engine, ranks = cores[: plan.engine_threads], cores[plan.engine_threads :]
+    if not plan.num_chains:
+        return {"prefill": {"num_groups": 0}, "generate": {"num_threads": plan.engine_units}}
+    engine, ranks = cores[: plan.engine_units], cores[plan.engine_units :]
     return {
         "prefill": {"num_groups": 1, "num_ranks": plan.num_ranks, "cores": tuple((core,) for core in ranks)},
-        "generate": {"num_threads": plan.engine_threads, "cores": (tuple(engine),)},
+        "generate": {"num_threads": plan.engine_units, "cores": (tuple(engine),)},
     }

@@ -20,7 +20,10 @@ from pathlib import Path
 from baton.errors import ConfigError
 from baton.modeling.kernels.processor import processor_name
 from baton.planning.calibration import Calibration, load, nominal
-from baton.planning.hardware import Hardware
+from baton.planning.chain.wavefront import chain_ttft
+from baton.planning.cost_model import BATON
+from baton.planning.device_profile import DeviceProfile
+from baton.planning.hardware import Hardware, derive
 from baton.planning.local_prefill import LocalPrefill
 from baton.planning.planner import ChainPlanner
 from baton.planning.step_times import StepTimes, load_kept, nominal_steps, path_beside
@@ -33,6 +36,8 @@ from deploy.machine.this_machine import gpu_name
 
 logger = logging.getLogger(__name__)
 
+_SPEED_TOKENS = 1024
+"""Number of prompt tokens with which the speeds of an engine and of a prefill rank are compared."""
 _WEIGHT_BYTES = {"int8": 1}
 """Bytes per weight, by quantization. Formats that store weights in the model's dtype are not included."""
 
@@ -186,15 +191,34 @@ def served_planner(plan: ClusterPlan, former: ChainPlanner | None = None) -> Cha
             max_step_tokens=generate.max_prefill_tokens_per_step,
             mixed_step_s=generate.mixed_step_s,
         ),
+        devices=frozenset(profile.name for profile in _profiles(plan)),
     )
 
 
-def _engine_speed(plan: ClusterPlan) -> float:
-    """Return the nominal speed of a generation engine at matrix products, relative to that of a prefill rank."""
-    prefill, generate = plan.config.prefill, plan.config.generate
+def _profiles(plan: ClusterPlan) -> tuple[DeviceProfile, DeviceProfile]:
+    """Return the profiles of a prefill rank and of a generation engine on this machine."""
     dtype_bytes = plan.model.shape(plan.config.model.dtype).dtype_bytes
-    engine = rates_of(generate.device, use_threads(generate.num_threads), dtype_bytes)
-    return engine.linear_flops / rates_of(prefill.device, prefill.num_threads, dtype_bytes).linear_flops
+    prefill, generate = (
+        local_profile(
+            pool.device,
+            use_threads(pool.num_threads),
+            dtype_bytes,
+            gpu=gpu_name() if pool.device == "cuda" else "",
+            gpu_share=pool.gpu_share,
+        )
+        for pool in (plan.config.prefill, plan.config.generate)
+    )
+    return prefill, generate
+
+
+def _engine_speed(plan: ClusterPlan) -> float:
+    """Return the nominal speed of a generation engine at the prefill of `_SPEED_TOKENS` tokens, relative to that of a
+    prefill rank."""
+    shape = plan.model.shape(plan.config.model.dtype)
+    rank_s, engine_s = (
+        float(chain_ttft([_SPEED_TOKENS], derive(shape, profile.hardware), BATON)) for profile in _profiles(plan)
+    )
+    return rank_s / engine_s
 
 
 def _machine(device: str, num_threads: int, worker: str, quantization: str, details: str = "") -> str:

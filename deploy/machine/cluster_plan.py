@@ -11,7 +11,11 @@ from pathlib import Path
 
 from deploy.config.cluster import ClusterConfig
 from deploy.machine.resolved_model import ResolvedModel
+from deploy.machine.this_machine import GpuState
 
+CUDA_WORKER_BYTES = 2**31
+"""Upper estimate of the host memory in bytes that a worker on a GPU uses, for torch, the libraries of CUDA, and copies
+between host and device. The weights are copied to the GPU tensor by tensor."""
 WORKER_BYTES = 2**29
 """Upper estimate of the memory in bytes that a worker uses in addition to weights and KV, for torch and the process
 itself."""
@@ -27,6 +31,11 @@ class ClusterPlan:
     why: str = ""
     """One line of text that explains why this number and size of workers was chosen for this machine. Empty if the user
     configured the workers."""
+    gpus: tuple[GpuState, ...] = ()
+    """GPUs of this machine that workers with the device cuda use. All have the same name."""
+    gpu_note: str = ""
+    """One line of text about GPUs of this machine that are not used: the reasons and the remedies. Empty if all GPUs
+    are used, if none exists, or if the user has chosen another device."""
 
     @cached_property
     def draft(self) -> ResolvedModel | None:
@@ -49,8 +58,8 @@ class ClusterPlan:
         which is the minimum. Raises ModelError for a model that is not supported, and ConfigError for a damaged weight
         file.
         """
-        dtype, shape = self.config.model.dtype, self.model.shape(self.config.model.dtype)
-        slot = shape.num_layers * shape.kv_bytes * self.max_tokens
+        dtype = self.config.model.dtype
+        slot = self.model.token_bytes(dtype) * self.max_tokens
         weights = WORKER_BYTES + self.model.weight_bytes(dtype)
         drafts = 0 if self.draft is None else self.draft.weight_bytes(dtype)
         return {

@@ -17,14 +17,12 @@ from baton.modeling.checkpoints.stored_format import load_format
 from baton.settings.addresses import join_address
 from deploy.config.cluster import ClusterConfig
 from deploy.config.environment import use_threads
-from deploy.machine.cluster_plan import WORKER_BYTES, ClusterPlan
+from deploy.machine.cluster_plan import CUDA_WORKER_BYTES, WORKER_BYTES, ClusterPlan
 from deploy.machine.device_profile import DTYPE_BYTES, local_profile
 from deploy.machine.this_machine import Machine, gpu_name
 from generate_workers.residency.traits import POLICIES
 
 GIB = 2**30
-_GPU_FILES = ("nvidia*", "kfd", "dxg")
-"""Patterns of the files in /dev that the drivers of NVIDIA GPUs, AMD GPUs and Windows (WSL) create."""
 _PACKAGES = ("torch", "ray", "grpcio", "protobuf", "transformers")
 
 
@@ -55,7 +53,7 @@ def examine(plan: ClusterPlan, machine: Machine) -> list[Finding]:
     config = plan.config
     findings = [versions(), check_model(plan)]
     if not config.ray.address:
-        findings += [check_devices(config), check_selection(config), check_cores(config, machine)]
+        findings += [check_devices(plan, machine), check_selection(config), check_cores(config, machine)]
         findings += [check_memory(plan, machine), check_shm(config, machine), report_profile(config)]
     return [*findings, check_instruction_set(machine), check_port(config)]
 
@@ -97,8 +95,10 @@ def check_model(plan: ClusterPlan) -> Finding:
     return Finding("model", Verdict.OK, "; drafts by ".join(found))
 
 
-def check_devices(config: ClusterConfig) -> Finding:
-    """Check that the configured devices of the workers exist on this machine, and list this machine's devices."""
+def check_devices(plan: ClusterPlan, machine: Machine) -> Finding:
+    """Check that the configured devices of the workers exist on this machine, and list its GPUs. Warn if GPUs are not
+    used although the user has not chosen another device."""
+    config = plan.config
     asked = {"prefill": config.prefill.device, "generate": config.generate.device}
     if not config.prefill.num_groups:
         del asked["prefill"]
@@ -107,29 +107,22 @@ def check_devices(config: ClusterConfig) -> Finding:
     rate = f"{link.link / 1e9:g} GB/s, {1e6 * link.link_latency_s:g} us" if link.link else "as fast as memory copies"
     where = {"emulated": f"emulated (link {rate})"}
     used = ", ".join(f"{role} on {where.get(name, name)}" for role, name in names.items())
-    gpus = []
-    if "cuda" in names.values() or _may_have_gpus():
-        from baton.modeling.device.making import list_gpus  # imports torch
+    found = f"{used}; {'; '.join(map(str, machine.gpus)) or 'no GPU that nvidia-smi lists'}"
+    role = next((role for role, name in names.items() if name == "cuda"), "")
+    if role and not (machine.gpus and machine.has_cuda):
+        from baton.modeling.device.making import require_cuda  # imports torch
 
-        gpus = list_gpus()
-    found = f"{used}; {'; '.join(gpus) or 'no GPU that torch sees'}"
-    for role, name in names.items():
         try:
-            if name == "cuda":
-                from baton.modeling.device.making import require_cuda
-
-                require_cuda()
+            require_cuda()
         except ConfigError as error:
             return Finding("devices", Verdict.FAILED, f"{role}.{error}")
-    if gpus and "cuda" not in names.values():
-        remedy = "auto is the CPU (docs/devices.md); device = cuda uses them"
-        return Finding("devices", Verdict.WARNING, f"{found}: {remedy}")
+    elif config.num_gpus > len(plan.gpus):
+        text = f"{role}.device = cuda needs more GPUs ({config.num_gpus}) than can be used ({len(plan.gpus)})"
+        remedy = plan.gpu_note or "use fewer ranks or groups, or device = cpu"
+        return Finding("devices", Verdict.FAILED, f"{text}: {remedy}")
+    if plan.gpu_note:
+        return Finding("devices", Verdict.WARNING, f"{found}; {plan.gpu_note}")
     return Finding("devices", Verdict.OK, found)
-
-
-def _may_have_gpus() -> bool:
-    """Return whether the files of a GPU driver exist on this machine. Without a driver torch finds no GPU."""
-    return any(True for pattern in _GPU_FILES for _ in Path("/dev").glob(pattern))
 
 
 def check_selection(config: ClusterConfig) -> Finding:
@@ -171,11 +164,13 @@ def check_cores(config: ClusterConfig, machine: Machine) -> Finding:
 
 
 def check_memory(plan: ClusterPlan, machine: Machine) -> Finding:
-    """Check that the weights of all workers fit in memory. Warn when the weights fit, but weights and KV together do
-    not."""
+    """Check that the processes and weights of all workers fit in the host's memory. Workers on a GPU have their weights
+    and, with residency device, their KV on the GPU. Warn when the weights fit, but weights and KV together do not."""
     config = plan.config
-    needed = config.num_workers * (plan.model.weight_bytes(config.model.dtype) + WORKER_BYTES)
-    if plan.draft is not None:
+    on_gpus = sum(size for name, size in config.group_sizes.items() if name.partition("-")[0] in config.gpu_shares)
+    needed = (config.num_workers - on_gpus) * (plan.model.weight_bytes(config.model.dtype) + WORKER_BYTES)
+    needed += on_gpus * CUDA_WORKER_BYTES
+    if plan.draft is not None and config.generate.device != "cuda":
         needed += config.generate.num_groups * plan.draft.weight_bytes(config.model.dtype)
     text = f"{machine.available_bytes / GIB:.1f} GiB available, {needed / GIB:.1f} GiB for {config.num_workers} workers"
     if needed > machine.available_bytes:
@@ -185,7 +180,8 @@ def check_memory(plan: ClusterPlan, machine: Machine) -> Finding:
     if config.autoscaling.mode == "act" and needed * most > machine.available_bytes * config.num_workers:
         text = f"{text}, and the autoscaler may start {most}: lower autoscaling.max"
         return Finding("memory", Verdict.WARNING, text)
-    kv_bytes = config.generate.num_groups * config.generate.kv_memory_bytes
+    is_elsewhere = config.generate.device == "cuda" and config.generate.residency == "device"
+    kv_bytes = 0 if is_elsewhere else config.generate.num_groups * config.generate.kv_memory_bytes
     if needed + kv_bytes > machine.available_bytes:
         text = f"{text} and {kv_bytes / GIB:.1f} GiB for KV: lower generate.kv_memory_bytes"
         return Finding("memory", Verdict.WARNING, text)

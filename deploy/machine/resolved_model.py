@@ -65,6 +65,11 @@ class ResolvedModel:
         file is not a valid safetensors file."""
         return self._num_weights * DTYPE_BYTES[dtype]
 
+    def token_bytes(self, dtype: str) -> int:
+        """Return the number of bytes of a token's KV in all layers. `dtype` is the type of the KV. Raises ModelError
+        for a model that is not supported."""
+        return self.shape(dtype).num_layers * self.shape(dtype).kv_bytes
+
     def max_tokens(self, max_slot_tokens: int) -> int:
         """Return the maximum number of tokens of a request, prompt and output together: the smaller of
         `max_slot_tokens` and the number of positions that the model supports. Raises ModelError for a model that is not

@@ -1,8 +1,10 @@
-"""Properties of this machine: its cores, its memory, and measurements that are made before its first use. Functions
-that measure show their progress and block."""
+"""Properties of this machine: its cores, its GPUs, its memory, and measurements that are made before its first use.
+Functions that measure show their progress and block."""
 
+import importlib.metadata
 import logging
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,12 +18,37 @@ from rich.console import Console
 from baton.modeling.kernels import native
 from baton.modeling.kernels.kept_choice import load_choice
 from baton.types import KernelChoice
+from deploy.config.environment import visible_gpus
 from deploy.machine.device_profile import DTYPE_BYTES, kept_path
 
 logger = logging.getLogger(__name__)
 
 _QUERY_S = 10.0
 """Timeout in seconds of a query to the NVIDIA driver."""
+_QUERY = ("--query-gpu=index,name,memory.total,memory.used,uuid", "--format=csv,noheader,nounits")
+_NUM_FIELDS = 5
+_USED_SHARE = 0.05
+"""Fraction of a GPU's memory above which it counts as in use by other processes. The driver itself uses less."""
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """A GPU of a machine, and the use of its memory when it was queried."""
+
+    index: int
+    """Index of the GPU in the output of nvidia-smi."""
+    name: str
+    total_bytes: int
+    """Bytes of memory. 0: unknown, because the driver does not report it or because the GPU is a MIG instance."""
+    free_bytes: int
+    """Bytes of memory that neither processes nor the driver use."""
+    uuid: str
+
+    def __str__(self) -> str:
+        used_bytes = self.total_bytes - self.free_bytes
+        size = f"{self.total_bytes / 2**30:.1f} GiB" if self.total_bytes else "memory unknown"
+        used = f", {used_bytes / 2**30:.1f} GiB in use by others" if used_bytes > _USED_SHARE * self.total_bytes else ""
+        return f"GPU {self.index}: {self.name}, {size}{used}"
 
 
 @dataclass(frozen=True)
@@ -40,6 +67,10 @@ class Machine:
     kernels: tuple[KernelChoice, ...] = ()
     """Fastest kernels, as measured on this machine's kind of processor. If empty, each worker chooses its own
     kernels."""
+    gpus: tuple[GpuState, ...] = ()
+    """GPUs that this process may use. Empty if the machine has no GPU, or if nvidia-smi is not installed."""
+    has_cuda: bool = True
+    """True if the installed torch is built with CUDA."""
 
 
 def prepare_machine(console: Console) -> Machine:
@@ -55,22 +86,69 @@ def inspect_machine() -> Machine:
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return Machine(frozenset(cores), _available_bytes() or pages, shm, native.chosen_set())
+    machine = Machine(frozenset(cores), _available_bytes() or pages, shm, native.chosen_set())
+    return replace(machine, gpus=find_gpus(), has_cuda=_has_cuda())
+
+
+def gpu_name() -> str:
+    """Return the name of the first GPU that this process may use, as the NVIDIA driver reports it. If it may use none,
+    return the name of the machine's first GPU, because Ray hides all GPUs from processes that compute on none. Return
+    an empty string if the machine has no GPU or no driver. Blocks for some milliseconds at the first call."""
+    return next((gpu.name for gpu in (*find_gpus(), *parse_gpus(gpu_report()))), "")
+
+
+def find_gpus() -> tuple[GpuState, ...]:
+    """Return the GPUs of this machine that CUDA_VISIBLE_DEVICES permits. The driver is queried only by the first call
+    of a process, which blocks for some milliseconds."""
+    return parse_gpus(gpu_report(), visible_gpus())
 
 
 @cache
-def gpu_name() -> str:
-    """Return the name of this machine's first GPU, as the NVIDIA driver reports it. Return an empty string if the
-    machine has no GPU or no driver. Blocks for some milliseconds at the first call."""
+def gpu_report() -> str:
+    """Return the output of nvidia-smi, which lists this machine's GPUs; empty if the program fails or is not
+    installed."""
     if not (program := shutil.which("nvidia-smi")):
         return ""
-    command = [program, "--query-gpu=name", "--format=csv,noheader", "--id=0"]
     try:
-        run = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_QUERY_S)
+        run = subprocess.run([program, *_QUERY], check=True, capture_output=True, text=True, timeout=_QUERY_S)
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("nvidia-smi failed, so rates of a GPU are assumed; check the driver: %s", error)
+        logger.warning("nvidia-smi failed, so the GPUs of this machine are not used; check the driver: %s", error)
         return ""
-    return run.stdout.strip()
+    return run.stdout
+
+
+def parse_gpus(report: str, visible: str | None = None) -> tuple[GpuState, ...]:
+    """Return the GPUs that are listed in `report`, the output of nvidia-smi, and in `visible`, a value of
+    CUDA_VISIBLE_DEVICES. `visible` None: all GPUs. As in CUDA, the order is that of `visible`, and entries after one
+    that does not exist are ignored. nvidia-smi does not list MIG instances: an entry that names one is returned as a
+    GPU with the name of the first GPU and unknown memory. Lines that do not describe a GPU are ignored."""
+    lines = [[each.strip() for each in line.split(",")] for line in report.splitlines()]
+    gpus = [_gpu(*fields) for fields in lines if len(fields) == _NUM_FIELDS and fields[0].isdigit()]
+    if visible is None:
+        return tuple(gpus)
+    found = list[GpuState]()
+    for entry in map(str.strip, visible.split(",")):
+        named = [gpu for gpu in gpus if entry == str(gpu.index) or (entry and gpu.uuid.startswith(entry))]
+        if gpus and entry.startswith("MIG-"):
+            named = [replace(gpus[0], total_bytes=0, free_bytes=0, uuid=entry)]
+        if len(named) != 1:
+            break
+        found += named
+    return tuple(found)
+
+
+def _gpu(index: str, name: str, total: str, used: str, uuid: str) -> GpuState:
+    """Return the GPU that these fields of nvidia-smi describe. The sizes are in MiB, or are not numbers if the driver
+    does not report them, for example [N/A]."""
+    total_mib, used_mib = (int(total), int(used)) if total.isdigit() and used.isdigit() else (0, 0)
+    return GpuState(int(index), name, total_mib * 2**20, (total_mib - used_mib) * 2**20, uuid)
+
+
+def _has_cuda() -> bool:
+    """Return whether the installed torch is built with CUDA. Its version file is read, because importing torch takes
+    seconds."""
+    path = importlib.metadata.distribution("torch").locate_file("torch/version.py")
+    return runpy.run_path(str(path)).get("cuda") is not None
 
 
 def prepare_kernels(console: Console) -> tuple[KernelChoice, ...]:

@@ -24,14 +24,15 @@ from generate_workers.slots.kv_memory import KvMemory, MemoryLimits
 _DEVICE_SHARE = 0.9
 """Default fraction of a device's free memory that KV may use. The rest is left for activations."""
 _SHARE = 0.5
-"""Default fraction of the free host memory that the KV of all engines may use. The rest is left for weights and other
-processes."""
+"""Default fraction of the free host memory that the KV of all engines may use, if KV is stored in host memory. The rest
+is left for weights and other processes."""
 
 
 def make_memory(
     decoder: Decoder, config: EngineConfig, num_engines: int = 1, *, draft_model: Decoder | None = None
 ) -> KvMemory:
-    """Return the KV memory of an engine, as configured. `num_engines` is the number of engines that share the machine.
+    """Return the KV memory of an engine, as configured. By default, KV that is stored in device memory is limited by
+    device memory, and other KV by host memory. `num_engines` is the number of engines that share the host memory.
     `draft_model`: its weights and KV are deducted from the limits; None: there is no draft model. Raises ConfigError
     for an unknown policy, or if memory cannot be allocated. Raises ModelError when the file of `baton prepare` does not
     exist."""
@@ -56,7 +57,11 @@ def make_memory(
     serves_drafts = config.speculation == "infinigen"
     source = SelectionSource(decoder, path, pool, device_bytes, kv_bytes, serves_drafts=serves_drafts)
     residency = make_residency(config.residency, shape, decoder.device, source)
-    limits = memory_limits(config, residency, taken, num_engines, device_bytes)
+    if device_bytes is not None and config.residency == "device" and not decoder.device.is_home:
+        home_bytes = device_bytes - residency.scratch_bytes
+    else:
+        home_bytes = int(_SHARE * free_bytes()) // num_engines - taken.draft_kv
+    limits = memory_limits(config, residency, taken, home_bytes, device_bytes)
     if isinstance(residency, PagedResidency):
         residency.bound(limits.kv_bytes)
     if device_bytes is not None:
@@ -93,15 +98,11 @@ class TakenBytes:
 
 
 def memory_limits(
-    config: EngineConfig,
-    residency: Residency,
-    taken: TakenBytes,
-    num_engines: int = 1,
-    device_bytes: int | None = None,
+    config: EngineConfig, residency: Residency, taken: TakenBytes, home_bytes: int, device_bytes: int | None = None
 ) -> MemoryLimits:
-    """Return the memory limits of an engine's KV. `taken` is memory that other data uses. `num_engines` is the number
-    of engines that share the host memory. `device_bytes` is the number of bytes of device memory that is available for
-    KV; None: no limit. Raises ConfigError if `taken.draft_kv` or the KV of one token exceeds the limits."""
+    """Return the memory limits of an engine's KV. `taken` is memory that other data uses. `home_bytes` is the number of
+    bytes that are available for KV in the memory where the policy stores it. `device_bytes` is that number for device
+    memory; None: no limit. Raises ConfigError if `taken.draft_kv` or the KV of one token exceeds the limits."""
     kv_bytes = config.kv_memory_bytes
     if kv_bytes:
         kv_bytes -= taken.draft_kv
@@ -112,7 +113,7 @@ def memory_limits(
             )
     else:
         all_slots = residency.bytes_for(config.max_slot_tokens).home * config.num_slots
-        kv_bytes = min(all_slots, int(_SHARE * free_bytes()) // num_engines - taken.draft_kv)
+        kv_bytes = min(all_slots, home_bytes)
     if device_bytes is not None:
         device_bytes -= residency.scratch_bytes
     limits = MemoryLimits(kv_bytes, device_bytes)

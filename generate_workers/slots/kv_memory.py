@@ -30,8 +30,9 @@ class MemoryLimits:
     """Limit in bytes on the KV on the device. None: there is no separate limit for the device."""
 
     def exceeded_by(self, need: KvBytes) -> str:
-        """Return the name and value of the limit that `need` bytes exceed; an empty string if they exceed no limit."""
-        if need.home > self.kv_bytes:
+        """Return the name and value of the limit that `need` bytes exceed; an empty string if they exceed no limit. If
+        both limits are the device's memory, only the limit of the device is named."""
+        if need.home > self.kv_bytes and (need.home, self.kv_bytes) != (need.device, self.device_bytes):
             return f"kv_memory_bytes = {self.kv_bytes}"
         if self.device_bytes is not None and need.device > self.device_bytes:
             return f"device_memory_bytes leaves {self.device_bytes} for KV"

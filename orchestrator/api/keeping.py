@@ -96,6 +96,7 @@ def predictions_to_proto(planner: ChainPlanner, path: Path | None) -> pb.Predict
         max_ranks=planner.max_ranks,
         max_tokens=planner.max_tokens,
         local=None if planner.local is None else pb.LocalPrefill(**asdict(planner.local)),
+        devices=sorted(planner.devices),
     )
 
 
@@ -113,6 +114,7 @@ def planner_from_proto(message: pb.Predictions) -> ChainPlanner:
         steps=step_times.loads(message.step_times, "step_times") if message.step_times else None,
         local=_of(LocalPrefill, message.local) if message.HasField("local") else None,
         table=PartitionTable(knots),
+        devices=frozenset(message.devices),
     )
 
 

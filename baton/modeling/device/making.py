@@ -1,5 +1,4 @@
-"""Creates devices by name, and lists the machine's GPUs. `baton.modeling.hosting` creates one device per worker
-process."""
+"""Creates devices by name. `baton.modeling.hosting` creates one device per worker process."""
 
 import torch
 
@@ -22,12 +21,6 @@ def make_device(name: str, rate: LinkRate = UNBOUND) -> Device:
         require_cuda()
         return CudaDevice()
     raise ConfigError(f"device = {name!r} is unknown: use auto, cpu, cuda or emulated")
-
-
-def list_gpus() -> list[str]:
-    """Return a description of each GPU that torch finds on this machine: its name and memory."""
-    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB" for gpu in gpus]
 
 
 def require_cuda() -> None:

@@ -54,13 +54,13 @@ def test_two_cores_are_one_engine_s(model: ResolvedModel) -> None:
     config, why = arranged({}, model, machine(2))
     assert config.prefill.num_groups == 0 and config.generate.num_threads == 2
     assert not config.generate.cores
-    assert why.startswith("2 cores: one engine of 2 threads (") and "rather than a chain of 1 rank" in why
+    assert why.startswith("2 cores: 1 engine of 2 threads (") and "rather than 1 chain of 1 rank" in why
 
 
 def test_workers_of_many_cores_have_their_own(model: ResolvedModel) -> None:
     config, why = arranged({}, model, machine(8))
     ranks, engine = config.prefill.cores, config.generate.cores
-    assert why.startswith("8 cores: a chain of ")
+    assert why.startswith("8 cores: 1 chain of ")
     assert len(ranks) == config.prefill.num_ranks and len(engine[0]) == config.generate.num_threads
     assert sorted(core for each in (*ranks, *engine) for core in each) == list(range(8))
     assert config.generate.mixed_step_s == 0, "a chain prefills: streams are not to wait for it"

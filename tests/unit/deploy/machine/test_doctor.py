@@ -17,7 +17,7 @@ from baton.modeling.kernels.process_kernels import KERNELS
 from baton.planning.model_shape import ModelShape
 from deploy.config.cluster import ClusterConfig
 from deploy.config.file import load_config
-from deploy.machine.cluster_plan import WORKER_BYTES, ClusterPlan
+from deploy.machine.cluster_plan import CUDA_WORKER_BYTES, WORKER_BYTES, ClusterPlan
 from deploy.machine.doctor import (
     Finding,
     Verdict,
@@ -37,7 +37,7 @@ from deploy.machine.doctor import (
 )
 from deploy.machine.probe import MeasuredRates, measure
 from deploy.machine.resolved_model import ResolvedModel
-from deploy.machine.this_machine import Machine, inspect_machine
+from deploy.machine.this_machine import GpuState, Machine, inspect_machine
 from tests.support.models.letter_models import write_letter_model
 
 pytestmark = pytest.mark.integration
@@ -94,19 +94,40 @@ def test_a_model_that_drafts_must_be_whole_and_takes_memory(folder: Path, tmp_pa
     check(check_memory(plan_of(folder), machine), Verdict.OK)
 
 
-def test_devices_are_listed_with_what_each_role_would_use() -> None:
+def test_devices_are_listed_with_what_each_role_would_use(folder: Path) -> None:
     settings = ["generate.device=emulated", "device.link=4GBps", "device.link_latency_s=1e-5"]
-    found = check_devices(load_config(None, settings))
+    found = check_devices(plan_of(folder, load_config(None, settings)), MACHINE)
     assert found.verdict is Verdict.OK
     assert found.text.startswith("prefill on cpu, generate on emulated (link 4 GB/s, 10 us); ")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("role", ["prefill", "generate"])
-def test_a_device_that_is_not_there_is_named_with_its_role(role: str) -> None:
-    found = check_devices(load_config(None, [f"{role}.device=cuda"]))
+def test_a_device_that_is_not_there_is_named_with_its_role(role: str, folder: Path) -> None:
+    found = check_devices(plan_of(folder, load_config(None, [f"{role}.device=cuda"])), MACHINE)
     assert (found.verdict, "\n" in found.text) == (Verdict.FAILED, False)
     assert found.text.startswith(f"{role}.device = cuda is not available: ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_torch_without_cuda_fails_where_gpus_are_asked_for(folder: Path) -> None:
+    gpu = GpuState(0, "NVIDIA L4", 2**34, 2**34, "GPU-a")
+    plan = replace(plan_of(folder, load_config(None, ["generate.device=cuda"])), gpus=(gpu,))
+    with_gpu = replace(MACHINE, gpus=(gpu,))
+    check(check_devices(plan, with_gpu), Verdict.OK, "prefill on cpu, generate on cuda; GPU 0: NVIDIA L4, 16.0 GiB")
+    why = "generate.device = cuda is not available: this torch is built without CUDA"
+    check(check_devices(plan, replace(with_gpu, has_cuda=False)), Verdict.FAILED, why)
+
+
+def test_weights_and_kv_on_gpus_take_none_of_the_host_s_memory(folder: Path) -> None:
+    """Only the processes do, unless KV is kept on the host."""
+    values = ["prefill.num_ranks=1", "generate.device=cuda", "generate.kv_memory_bytes=60GiB"]
+    host = replace(MACHINE, available_bytes=CUDA_WORKER_BYTES + WORKER_BYTES + 2**20)
+    plan = plan_of(folder, load_config(None, values))
+    check(check_memory(plan, host), Verdict.OK, "2.5 GiB for 2 workers")
+    check(check_memory(plan, replace(host, available_bytes=CUDA_WORKER_BYTES)), Verdict.FAILED)
+    kept_on_host = plan_of(folder, load_config(None, [*values, "generate.residency=host"]))
+    check(check_memory(kept_on_host, host), Verdict.WARNING, "60.0 GiB for KV")
 
 
 def test_memory_for_all_groups_that_may_be_started_is_looked_at(folder: Path) -> None:

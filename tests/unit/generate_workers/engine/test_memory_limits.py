@@ -8,6 +8,7 @@ import torch
 
 from baton.errors import ConfigError
 from baton.modeling.device.emulated import EmulatedDevice
+from baton.modeling.device.port import MemoryUse
 from baton.modeling.forward.linear import PanelLinear, has_panel_linear
 from baton.modeling.forward.weight_sizes import bytes_per_step, weight_bytes
 from baton.modeling.kernels import native
@@ -41,6 +42,33 @@ def test_by_default_all_slots_fit_whole() -> None:
 def test_by_default_kv_takes_half_of_what_is_free_at_most() -> None:
     few = limits(EngineConfig(num_slots=64, max_slot_tokens=1 << 24)).kv_bytes
     assert few == pytest.approx(free_bytes() / 2, rel=0.2)  # others take and give meanwhile
+
+
+class Gpu(TensorDevice):
+    """Device with memory of its own, whose free bytes are given."""
+
+    def __init__(self, free: int) -> None:
+        super().__init__()
+        self.memory_use = MemoryUse(free, 0, 0)
+
+
+@pytest.mark.parametrize("residency", ["device", "host"])
+def test_kv_in_device_memory_is_bounded_by_it_and_kv_on_the_host_by_the_host(
+    residency: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU with more memory than the host has left keeps all of its KV; KV that stays on the host does not."""
+    monkeypatch.setattr("generate_workers.engine.memory_limits.free_bytes", lambda: 6_000_000)
+    decoder = random_decoder(device=Gpu(20_000_000))
+    config = EngineConfig(num_slots=256, max_slot_tokens=1024, residency=residency, speculation="off")
+    memory = make_memory(decoder, config, 3)
+    kv_bytes = 18_000_000 if residency == "device" else 1_000_000
+    assert memory.limits == MemoryLimits(kv_bytes, 18_000_000 - memory.residency.scratch_bytes)
+
+
+def test_of_two_limits_by_one_device_the_device_s_is_named() -> None:
+    both = MemoryLimits(100, 100)
+    assert both.exceeded_by(KvBytes(101, 101)) == "device_memory_bytes leaves 100 for KV"
+    assert both.exceeded_by(KvBytes(101, 0)) == "kv_memory_bytes = 100"
 
 
 def test_weights_come_off_the_device_s_memory() -> None:

@@ -43,7 +43,10 @@ LINK = LinkModel(2.3e-3, 2e7)
 STEPS = StepTimes("by hand", "none", deciding_planner().calibration.shape, WorkCost(0.0113, 3e-4, 1.3e-6, 0.0))
 KV_BYTES = 259
 """Of a token, in all layers."""
-PROFILES = (None, None, *(DeviceProfile(f"{rate:g} FLOP/s", Hardware(rate, rate / 2, LINK)) for rate in (7e4, 3e5)))
+PROFILES = (
+    *(None, None),
+    *(DeviceProfile(f"{rate:g} FLOP/s", "cpu", Hardware(rate, rate / 2, LINK), 1e10) for rate in (7e4, 3e5)),
+)
 CONFIG = OrchestratorConfig(block_tokens=BLOCK, prefill_wait_s=1e-4, generation_wait_s=1e-4, avoid_s=1e-4)
 
 
