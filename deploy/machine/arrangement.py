@@ -22,12 +22,7 @@ _POOLS = {
 }
 """Fields that define the prefill and generation pools, by section. If the user sets any of them, `arrange` does not
 choose the pools."""
-_TOGETHER_STEPS = {
-    "max_prefill_tokens_per_step": 512,
-    "max_step_stretch": 3.0,
-    "mixed_step_s": 0.3,
-    "burst_step_s": 1.0,
-}
+_TOGETHER_STEPS = {"max_batched_tokens": 512, "step_budget_s": 0.3}
 """Settings of an engine that computes all prefills. A step prefills a limited number of tokens. If prompts arrive
 together and exceed this limit, they are spread over several steps, which is nearly as fast. While other requests
 generate, a step with prefill lasts up to 0.3 s, or up to three times as long as decoding alone if that is longer."""
@@ -44,7 +39,7 @@ def arrange(written: WrittenConfig, model: ResolvedModel, machine: Machine) -> C
         chosen, why = _choose(config, model, machine)
         config = written.with_choices(config, _settings_of(chosen, sorted(machine.cores)))
     if not config.prefill.num_groups:
-        on_gpu = {"max_prefill_tokens_per_step": _CUDA_STEP_TOKENS} if config.generate.device == "cuda" else {}
+        on_gpu = {"max_batched_tokens": _CUDA_STEP_TOKENS} if config.generate.device == "cuda" else {}
         config = written.with_choices(config, {"generate": _TOGETHER_STEPS | on_gpu})
     return ClusterPlan(config, model, why)
 

@@ -250,7 +250,7 @@ def test_a_generation_group_s_prefill_is_a_rank_s_at_its_speed_between_steps() -
 
 def local_planner() -> ChainPlanner:
     """A planner by nominal costs, which jobs correct."""
-    planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512, local=LocalPrefill(1.0, 2.0, 256))
+    planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512, local=LocalPrefill(1.0, 256))
     planner.use_steps(nominal_steps("smollm2-135m", "a core", SHAPE, cpu_rank(1, SHAPE.dtype_bytes)))
     return planner
 

@@ -29,7 +29,7 @@ def over(link: LinkModel, *, speed: float = 1.0, kv_bytes: int = 0, max_ranks: i
     cost = CostModel(num_layers=10, linear_s=1e-4, pair_s=0.0, kv_bytes=kv_bytes, project_share=0.0, link=link)
     shape = ModelShape(num_layers=1, hidden=4, num_heads=1, num_kv_heads=1, head_dim=4, ffn=4, vocab=4)
     steps = StepTimes("by hand", "none", shape, WorkCost(0.02, 0.0, 0.0, 0.0))
-    return planner_of(cost, max_ranks=max_ranks, steps=steps, local=LocalPrefill(speed, 2.0, 256))
+    return planner_of(cost, max_ranks=max_ranks, steps=steps, local=LocalPrefill(speed, 256))
 
 
 def first(side: Side) -> float:
