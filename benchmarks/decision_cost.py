@@ -68,7 +68,7 @@ def main() -> int:
     for num_groups in counts("--groups", args.groups, 20_000, least=2):
         cells = (
             chooser_ms(planner, num_groups, args.calls, is_busy=False),
-            chooser_ms(planner_here(LocalPrefill(0.7, 2.0, 256)), num_groups, args.calls, is_busy=True),
+            chooser_ms(planner_here(LocalPrefill(0.7, 256)), num_groups, args.calls, is_busy=True),
             shortlist_ms(planner, num_groups, args.calls),
             autoscaler_ms(planner, num_groups, args.calls),
         )

@@ -87,7 +87,7 @@ def measure(load: str, num_rows: int, num_steps: int) -> tuple[float, float]:
         num_slots=num_rows,
         max_waiting=num_rows,
         max_slot_tokens=most_tokens,
-        max_prefill_tokens_per_step=8192,
+        max_batched_tokens=8192,
         poison=False,
         speculation="auto",
         draft_tokens=0,

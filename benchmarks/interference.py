@@ -8,9 +8,9 @@ another:
   disaggregated   a generation engine on its own core; the prefill rank, the orchestrator and this process on the other
                   cores
   streamed        like disaggregated, but KV is transferred over gRPC instead of shared memory (prefill.transfer)
-  colocated       one engine with all cores, which prefills locally; generate.max_step_stretch limits the prefill work
+  colocated       one engine with all cores, which prefills locally; generate.step_budget_s limits the prefill work
                   per step
-  unbounded       like colocated, but with up to max_prefill_tokens_per_step prompt tokens per step
+  unbounded       like colocated, but with up to max_batched_tokens prompt tokens per step
   vllm, vllm_256  vLLM's CPU build with chunks of 2,048 tokens (its default) or of 256 (as in Baton). Needs
                   `--peer-python PATH`, the Python that `peers/setup_vllm_cpu.sh` installs, and `--peer-model DIR`
 
@@ -180,7 +180,7 @@ async def _sides(stack: AsyncExitStack, args: argparse.Namespace, sizes: Sizes) 
         "disaggregated": (replace(chain, prefill=ranks), cores[1:]),
         "streamed": (replace(chain, prefill=replace(ranks, transfer="stream")), cores[1:]),
         "colocated": (local_config(args.dtype, **alone), ()),
-        "unbounded": (local_config(args.dtype, **alone, max_step_stretch=math.inf), ()),
+        "unbounded": (local_config(args.dtype, **alone, step_budget_s=math.inf), ()),
     }
     if unknown := set(args.sides or ()) - relays.keys():
         raise SystemExit(f"--sides: {', '.join(sorted(unknown))} is unknown: use some of {', '.join(relays)}")

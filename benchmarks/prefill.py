@@ -49,9 +49,7 @@ async def measure(args: argparse.Namespace) -> None:
     lengths = [int(n) for n in (args.tokens or (QUICK_LENGTHS if args.quick else LENGTHS)).split(",")]
     reporter, clock = Reporter("prefill", args.json), SystemClock()
     chain = local_config(args.dtype, num_ranks=args.ranks)
-    single = local_config(
-        args.dtype, num_ranks=0, prefix_share=0.1, num_threads=args.ranks, max_prefill_tokens_per_step=8192
-    )
+    single = local_config(args.dtype, num_ranks=0, prefix_share=0.1, num_threads=args.ranks, max_batched_tokens=8192)
     async with (
         LocalCluster(ClusterPlan(chain, model), clock) as ours,
         LocalCluster(ClusterPlan(single, model), clock) as theirs,

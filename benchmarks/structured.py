@@ -84,8 +84,9 @@ class Rows:
         clock, longest = SystemClock(), max(map(len, prompts)) + params.max_tokens
         config = EngineConfig(num_slots=len(prompts), max_slot_tokens=longest, speculation="off")
         slots = SlotTable(make_memory(decoder, config), clock, endpoint="none:0")
-        running = RunningRows(slots, ChunkedPrefillPolicy.of(config, decoder.config))
-        engine = GenerationEngine(ServedModel(decoder, tokenizer), running, config)
+        model = ServedModel(decoder, tokenizer)
+        running = RunningRows(slots, ChunkedPrefillPolicy.of(config, model))
+        engine = GenerationEngine(model, running, config)
         try:
             for number, prompt in enumerate(prompts):
                 own = params.of_choice(number)

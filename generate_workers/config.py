@@ -32,16 +32,12 @@ class EngineConfig:
     """Number of slots of each engine. Each sequence in the batch, one per choice of a request, uses one slot."""
     max_slot_tokens: Count = 8192
     """Maximum number of tokens of a sequence in a slot, prompt and output together."""
-    max_prefill_tokens_per_step: Count = 256
-    """Maximum prompt tokens of a step. If burst_step_s is set: up to 4 times as many, while no output streams."""
+    max_batched_tokens: Count = 256
+    """Maximum prompt tokens of a step. If step_budget_s is set: up to 4 times as many, while no output streams."""
     max_waiting: Count = 64
     """Maximum number of choices without a lease that wait for a slot, in addition to one per free slot."""
-    max_step_stretch: Annotated[float, Field(ge=1)] = 1.5
-    """Maximum time of a decode step that also prefills, relative to its time without prefill; inf: no limit."""
-    mixed_step_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Seconds that a decode step with prefill may always take, even if max_step_stretch allows less."""
-    burst_step_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Seconds to exceed max_step_stretch and mixed_step_s if all prefills then end (refills slowly); 0: none."""
+    step_budget_s: Annotated[float, Field(ge=0)] = 0.0
+    """Longest decode step with prefill, in seconds, or 3 decode steps if longer; 0: 1.5 decode steps; inf: no limit."""
     residency: ResidencyName = "device"
     """KV policy: device or host (memory of all KV), infinigen (fewer keys), int4 (4 bits), infinigen_int4 (both)."""
     selection_file: AbsolutePath = ""

@@ -20,6 +20,7 @@ from baton.errors import InvalidArgumentError
 from baton.modeling.hosting import PrefixPlace
 from baton.modeling.kernels.process_kernels import KERNELS
 from baton.planning.device_profile import DeviceProfile
+from baton.planning.step_cost import LearntCosts
 from baton.prefix_blocks import BlockNaming
 from baton.process.clock import Clock
 from baton.process.own_thread import in_own_thread
@@ -167,6 +168,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
             version=__version__,
             kept=kept,
             last_step=None if status.last_step is None else self._step_to_proto(status.last_step),
+            step_costs=_step_costs_to_proto(status.step_costs),
             residency=traits.name,
             is_approximate=not traits.is_exact,
             kernels=kernels_to_proto(KERNELS.choice),
@@ -225,7 +227,7 @@ class GenerationServer:
         decode_steps = await asyncio.to_thread(make_device_steps, decoder, memory.residency, config, clock)
         prefixes = None if prefix_place is None else GroupPrefixes(prefix_place, slots, secret)
         reclaim = prefixes.saver.give_up if prefixes is not None else None
-        running = RunningRows(slots, ChunkedPrefillPolicy.of(config, decoder.config), speculation, reclaim)
+        running = RunningRows(slots, ChunkedPrefillPolicy.of(config, model), speculation, reclaim)
         engine = GenerationEngine(model, running, config, decode_steps=decode_steps, crash_note=place.crash_note)
         servicer = GenerationServicer(engine, decoder.layout, prefixes, model.profile)
         generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicer, server)
@@ -254,6 +256,11 @@ def _speculation_to_proto(stats: SpeculationStats) -> generate_pb2.SpeculationSt
         for each in stats.sources
     ]
     return generate_pb2.SpeculationStatus(**scalars(generate_pb2.SpeculationStatus, stats), sources=sources)
+
+
+def _step_costs_to_proto(costs: LearntCosts) -> generate_pb2.StepCosts:
+    plain, launched = (generate_pb2.WorkCost(**vars(each)) for each in (costs.plain, costs.launched))
+    return generate_pb2.StepCosts(**scalars(generate_pb2.StepCosts, costs), plain=plain, launched=launched)
 
 
 async def _prefix_store(prefixes: GroupPrefixes) -> common_pb2.PrefixStoreStatus:

@@ -90,8 +90,19 @@ def fit_work(steps: Sequence[tuple[StepWork, float]], known: WorkCost) -> tuple[
     from the steps. In this case `pair_s` of `known` is kept.
     """
     columns = np.array([work.columns for work, _ in steps], np.float64)
+    return fit_columns(columns, np.array([seconds for _, seconds in steps]), known)
+
+
+def fit_columns(
+    columns: NDArray[np.float64],
+    seconds: NDArray[np.float64],
+    known: WorkCost,
+    weights: NDArray[np.float64] | None = None,
+) -> tuple[WorkCost, float]:
+    """Fit the cost of generation steps, like `fit_work`. `columns` has the columns of each step's StepWork. `weights`
+    are the weights of the steps' relative errors; None: all are 1."""
     num_told = 4 if columns[:, 3].any() else 3
-    costs, residual = fit_relative(columns[:, :num_told], np.array([seconds for _, seconds in steps]))
+    costs, residual = fit_relative(columns[:, :num_told], seconds, weights)
     return WorkCost(*costs, *([known.pair_s] if num_told == 3 else [])), residual
 
 
@@ -108,14 +119,18 @@ def check_points(name: str, what: str, points: Sequence[tuple[float, float]]) ->
     return tuple(np.array(points, dtype=np.float64).T)
 
 
-def fit_relative(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[list[float], float]:
+def fit_relative(
+    columns: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDArray[np.float64] | None = None
+) -> tuple[list[float], float]:
     """Fit non-negative coefficients, so that the sum of coefficient times column approximates `seconds`. `columns` has
-    the shape `[N, few]`, and `seconds` the shape `[N]`. Return the coefficients, and the largest relative deviation.
+    the shape `[N, few]`, and `seconds` the shape `[N]`. Relative errors are multiplied by `weights`, which are above 0;
+    None: all are 1. Return the coefficients, and the largest relative deviation.
 
     All subsets of the columns are tried, because there are only few. For each subset, an ordinary least-squares problem
     is solved by its normal equations, and the solution is refined once.
     """
-    scaled_NC = columns / seconds[:, None]
+    weights_N = np.ones(len(seconds)) if weights is None else weights
+    scaled_NC = columns * (weights_N / seconds)[:, None]
     scale_C = np.maximum(np.abs(scaled_NC).max(axis=0), np.finfo(np.float64).tiny)  # no division by zero
     scaled_NC = scaled_NC / scale_C
     num_columns = columns.shape[1]
@@ -123,13 +138,13 @@ def fit_relative(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> 
     normal_SCC = (scaled_NC.T @ scaled_NC) * subsets_SC[:, :, None] * subsets_SC[:, None, :]
     normal_SCC += np.eye(num_columns) * np.where(subsets_SC > 0, _RIDGE * len(seconds), 1.0)[:, None, :]
     solutions_SC = np.zeros_like(subsets_SC)
-    errors_SN = -np.ones((len(subsets_SC), len(seconds)))
+    errors_SN = np.tile(-weights_N, (len(subsets_SC), 1))
     for _ in range(2):
         gradients_SC = subsets_SC * -(errors_SN @ scaled_NC)
         solutions_SC += np.linalg.solve(normal_SCC, gradients_SC[:, :, None])[:, :, 0]
-        errors_SN = solutions_SC @ scaled_NC.T - 1
-    best, best_error = np.zeros(num_columns), np.ones(len(seconds))
+        errors_SN = solutions_SC @ scaled_NC.T - weights_N
+    best, best_error = np.zeros(num_columns), weights_N
     for solution, error in zip(solutions_SC, errors_SN, strict=True):
         if (solution >= 0).all() and error @ error < best_error @ best_error * (1 - 1e-9):
             best, best_error = solution / scale_C, error
-    return [float(value) for value in best], float(np.abs(best_error).max())
+    return [float(value) for value in best], float(np.abs(best_error / weights_N).max())

@@ -1,10 +1,10 @@
 """Predicted time of a local prefill, in which no prefill chain is used: a generation group computes the prompt itself.
 The prompt is computed in chunks, and each chunk is added to a decode step.
 
-A step with prefill may take at most `max_step_stretch` times as long as the same step without prefill, or
-`mixed_step_s` seconds if that is longer. The additional time is used for the chunk. The predicted time of a prompt is
-its own compute time, plus one decode step for each of its chunks if other sequences are running. All functions are
-pure.
+A step with prefill has a time limit (`stretch`, and the setting `generate.step_budget_s`). The time that decoding
+does not need is used for the chunk. The predicted time of a prompt is its own compute time, plus one decode step for
+each of its chunks if other sequences are running. docs/decisions/0014-conditional-disaggregation.md has the reasons for
+the constants. All functions are pure.
 """
 
 import math
@@ -16,6 +16,27 @@ LEAST_STEP_TOKENS = 16
 """Minimum number of prefill tokens in each step. It guarantees that local prefills progress and that their speed can be
 measured."""
 
+_STRETCH = 1.5
+"""Maximum duration of a decode step with prefill, as a multiple of the same step without prefill. It is used if chains
+do most prefills: an engine rarely prefills, and streams are then hardly slower."""
+_BUDGET_STRETCH = 3.0
+"""The same multiple if `step_budget_s` is set. Engines that do all prefills need it if decoding alone takes more than a
+third of the budget. With 1.5, a single stream would take two thirds of each step while prompts wait."""
+_BURST_S = 1.0
+"""Seconds in total by which steps may exceed their limit if `step_budget_s` is set, and if this ends all waiting
+prefills. Streams are then slow for a moment instead of in many steps. This allowance refills slowly."""
+
+
+def stretch(step_budget_s: float) -> float:
+    """Return the maximum duration of a decode step with prefill, as a multiple of the same step without prefill. The
+    step may always take `step_budget_s` seconds, even if that is longer."""
+    return _BUDGET_STRETCH if step_budget_s else _STRETCH
+
+
+def burst_s(step_budget_s: float) -> float:
+    """Return the seconds in total by which steps may exceed their limit in order to end all waiting prefills."""
+    return _BURST_S if 0 < step_budget_s < math.inf else 0.0
+
 
 @dataclass(frozen=True)
 class LocalPrefill:
@@ -24,16 +45,14 @@ class LocalPrefill:
 
     speed: float
     """Compute speed of a generation group as a multiple of the speed of one prefill rank. 2 means twice as fast."""
-    max_step_stretch: float
-    """Maximum duration of a decode step with prefill, as a multiple of the same step's duration without prefill."""
     max_step_tokens: int
     """Maximum number of prefill tokens in one step."""
-    mixed_step_s: float = 0.0
-    """Duration in seconds that a step with prefill may always reach, even if `max_step_stretch` allows only a shorter
-    step."""
+    step_budget_s: float = 0.0
+    """Setting `generate.step_budget_s`: duration in seconds that a decode step with prefill may take, even if it is
+    more than the multiple of the step's duration without prefill. Infinity: no limit by time."""
 
     def __post_init__(self) -> None:
-        for name, least in (("speed", 0.0), ("max_step_stretch", 1.0), ("max_step_tokens", 1), ("mixed_step_s", 0.0)):
+        for name, least in (("speed", 0.0), ("max_step_tokens", 1), ("step_budget_s", 0.0)):
             value = getattr(self, name)
             if not value >= least or not self.speed > 0:
                 raise InvalidArgumentError(f"{name} = {value} is out of range: use at least {least}, a speed above 0")
@@ -55,6 +74,6 @@ class LocalPrefill:
         `num_tokens` tokens and takes `prefill_s` seconds alone. The decode step takes `step_s` seconds without the
         chunk."""
         token_s = prefill_s / num_tokens
-        allowed_s = max((self.max_step_stretch - 1) * step_s, self.mixed_step_s - step_s)
+        allowed_s = max((stretch(self.step_budget_s) - 1) * step_s, self.step_budget_s - step_s)
         bound_s = max(allowed_s, LEAST_STEP_TOKENS * token_s)
         return min(bound_s, self.max_step_tokens * token_s)

@@ -70,12 +70,14 @@ class Round:
         return self.num_tokens / (self.draft_s + self.verify_s)
 
 
-def plan_round(options: DraftOptions, cost: WorkCost, draft_cost: WorkCost | None = None) -> Round:
+def plan_round(
+    options: DraftOptions, cost: WorkCost, draft_cost: WorkCost | None = None, plain_cost: WorkCost | None = None
+) -> Round:
     """Return the round with the largest expected number of tokens per second. If no round is better than a normal
     decode step, return that step.
 
-    `cost` is the cost of steps of the model. `draft_cost` is the cost of draft steps if another model executes them;
-    None: the same as `cost`.
+    `cost` is the cost of steps that verify drafts. `draft_cost` is the cost of draft steps, and `plain_cost` that of
+    steps without drafts; None: the same as `cost`.
 
     Each further draft of a sequence adds a fixed time, and at most as many expected tokens as the draft before it. At a
     rate of r tokens per second, a draft is worthwhile if it adds more tokens than r times its seconds. The surplus of
@@ -85,7 +87,7 @@ def plan_round(options: DraftOptions, cost: WorkCost, draft_cost: WorkCost | Non
     option with the largest surplus is chosen for each sequence. Then r is set to the largest rate of the resulting
     rounds.
     """
-    search = _Search(options, cost, draft_cost or cost)
+    search = _Search(options, cost, draft_cost or cost, plain_cost or cost)
     best = search.plain
     num_steps_N = search.promising_steps(best.rate)
     while (found := search.best_at(best.rate, num_steps_N)).rate > best.rate * (1 + 1e-12):
@@ -93,11 +95,13 @@ def plan_round(options: DraftOptions, cost: WorkCost, draft_cost: WorkCost | Non
     return best
 
 
-def plan_at_rate(options: DraftOptions, cost: WorkCost, draft_cost: WorkCost | None, last: Round) -> Round:
+def plan_at_rate(
+    options: DraftOptions, cost: WorkCost, draft_cost: WorkCost | None, last: Round, plain_cost: WorkCost | None = None
+) -> Round:
     """Return the best round at the rate of `last`, with no draft steps or at most as many as `last` has. If a normal
     decode step is better, return that step. This is faster than `plan_round`, and nearly as good if `last` was planned
     for nearly the same options and costs."""
-    search = _Search(options, cost, draft_cost or cost)
+    search = _Search(options, cost, draft_cost or cost, plain_cost or cost)
     found = search.best_at(last.rate, np.array(sorted({0, last.num_steps})))
     return found if found.rate > search.plain.rate else search.plain
 
@@ -105,12 +109,13 @@ def plan_at_rate(options: DraftOptions, cost: WorkCost, draft_cost: WorkCost | N
 class _Search:
     """Search for the best round, with the tokens and seconds that each draft of each option adds."""
 
-    def __init__(self, options: DraftOptions, cost: WorkCost, drafting: WorkCost) -> None:
+    def __init__(self, options: DraftOptions, cost: WorkCost, drafting: WorkCost, plain: WorkCost) -> None:
         contexts_B, num_rows = options.contexts_B, len(options.contexts_B)
-        none_B = np.zeros(num_rows, np.int64)
-        plain_s = cost.step_s + num_rows * cost.token_s + float(contexts_B.sum()) * cost.key_s
-        self.plain = Round(none_B, none_B, 0, float(num_rows), 0.0, plain_s)
+        none_B, context = np.zeros(num_rows, np.int64), float(contexts_B.sum()) / max(num_rows, 1)
+        self.plain = Round(none_B, none_B, 0, float(num_rows), 0.0, plain.plain_s(num_rows, context))
         """Round in which no sequence has drafts."""
+        self._base_s = cost.plain_s(num_rows, context)
+        """Seconds of a step that verifies drafts, without the time of the drafts."""
         keys_BK = np.minimum(options.draft_keys_BK, contexts_B[:, None])
         self._needs_step_BK = keys_BK > 0
         self._step_s = drafting.step_s
@@ -146,7 +151,7 @@ class _Search:
         ).sum(0)
         num_steps_N = (num_BN * self._needs_step_BK[places]).max(0)
         draft_s_N = num_steps_N * self._step_s + (num_BN * self._draft_s_BK[places]).sum(0)
-        verify_s_N = self.plain.verify_s + self._verify_s_B @ num_BN
+        verify_s_N = np.where(num_BN.any(0), self._base_s + self._verify_s_B @ num_BN, self.plain.verify_s)
         best = int((num_tokens_N / (draft_s_N + verify_s_N)).argmax())
         seconds = float(draft_s_N[best]), float(verify_s_N[best])
         return Round(num_BN[:, best], chosen_BN[:, best], int(num_steps_N[best]), float(num_tokens_N[best]), *seconds)

@@ -11,8 +11,8 @@ time is used, plus the additional time according to `cost`. `cost` is a WorkCost
 rounds with drafts. Below the grid, the nearest time is used. Without a grid, only `cost` is used. More sequences or
 tokens never take less time: if a measured time was shorter by chance, the longer time is used.
 
-Generation engines plan drafts with `cost` until they have estimated their own costs (`baton.planning.step_costs`). All
-functions are pure, except those that load and save files, which block on the disk.
+Generation engines start with `cost`, and learn from their own steps (`baton.planning.step_cost`). All functions are
+pure, except those that load and save files, which block on the disk.
 """
 
 import hashlib

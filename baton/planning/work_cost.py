@@ -10,7 +10,7 @@ seconds. A step without drafts has T = B for B sequences, and E = 0. Verifying g
 to T and g S to E. A draft step reads few keys.
 
 The four coefficients are derived from a model's bytes and FLOPs (`baton.planning.hardware`), measured by `baton
-calibrate --generate` (`baton.planning.step_times`), and updated while steps run (`baton.planning.step_costs`). All
+calibrate --generate` (`baton.planning.step_times`), and updated while steps run (`baton.planning.step_cost`). All
 functions are pure.
 """
 

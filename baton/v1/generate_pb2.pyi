@@ -419,6 +419,7 @@ class GenerationStatus(_message.Message):
     STALL_FIELD_NUMBER: _builtins.int
     NUM_NOT_FINITE_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
+    STEP_COSTS_FIELD_NUMBER: _builtins.int
     num_slots: _builtins.int
     """Slots, and how many of them are in each state: together all."""
     num_free: _builtins.int
@@ -473,6 +474,10 @@ class GenerationStatus(_message.Message):
     def profile(self) -> _common_pb2.DeviceProfile:
         """The device that the group computes on; unset where it is not known."""
 
+    @_builtins.property
+    def step_costs(self) -> Global___StepCosts:
+        """Costs of steps, as the engine has learnt them so far."""
+
     def __init__(
         self,
         *,
@@ -500,14 +505,83 @@ class GenerationStatus(_message.Message):
         stall: _builtins.str = ...,
         num_not_finite: _builtins.int = ...,
         profile: _common_pb2.DeviceProfile | None = ...,
+        step_costs: Global___StepCosts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "prefix_store", b"prefix_store", "profile", b"profile", "speculation", b"speculation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "prefix_store", b"prefix_store", "profile", b"profile", "speculation", b"speculation", "step_costs", b"step_costs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "imbalance", b"imbalance", "is_approximate", b"is_approximate", "kept", b"kept", "kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "layout_fingerprint", b"layout_fingerprint", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_device_bytes", b"num_device_bytes", "num_free", b"num_free", "num_leased", b"num_leased", "num_not_finite", b"num_not_finite", "num_preemptions", b"num_preemptions", "num_quarantined", b"num_quarantined", "num_slots", b"num_slots", "num_steps", b"num_steps", "prefix_store", b"prefix_store", "profile", b"profile", "residency", b"residency", "speculation", b"speculation", "stall", b"stall", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "imbalance", b"imbalance", "is_approximate", b"is_approximate", "kept", b"kept", "kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "layout_fingerprint", b"layout_fingerprint", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_device_bytes", b"num_device_bytes", "num_free", b"num_free", "num_leased", b"num_leased", "num_not_finite", b"num_not_finite", "num_preemptions", b"num_preemptions", "num_quarantined", b"num_quarantined", "num_slots", b"num_slots", "num_steps", b"num_steps", "prefix_store", b"prefix_store", "profile", b"profile", "residency", b"residency", "speculation", b"speculation", "stall", b"stall", "step_costs", b"step_costs", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerationStatus: _TypeAlias = GenerationStatus  # noqa: Y015
+
+@_typing.final
+class StepCosts(_message.Message):
+    """Costs of an engine's steps. With num_steps = 0, they are values that were measured earlier, or nominal values."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAIN_FIELD_NUMBER: _builtins.int
+    LAUNCHED_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    prefill_s: _builtins.float
+    """Seconds that one prompt token adds to a step, without its attention to other tokens."""
+    num_steps: _builtins.int
+    """Number of steps from which the costs were learnt."""
+    @_builtins.property
+    def plain(self) -> Global___WorkCost:
+        """Steps that decode one token of each sequence, and do nothing else."""
+
+    @_builtins.property
+    def launched(self) -> Global___WorkCost:
+        """Decoding part of steps that also prefill or verify drafts. Differs from `plain` if plain steps replay CUDA graphs."""
+
+    def __init__(
+        self,
+        *,
+        plain: Global___WorkCost | None = ...,
+        launched: Global___WorkCost | None = ...,
+        prefill_s: _builtins.float = ...,
+        num_steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["launched", b"launched", "plain", b"plain"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["launched", b"launched", "num_steps", b"num_steps", "plain", b"plain", "prefill_s", b"prefill_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepCosts: _TypeAlias = StepCosts  # noqa: Y015
+
+@_typing.final
+class WorkCost(_message.Message):
+    """Seconds of a step: fixed, and for each token, for each key that is read, and for each further pair of query and key."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_S_FIELD_NUMBER: _builtins.int
+    TOKEN_S_FIELD_NUMBER: _builtins.int
+    KEY_S_FIELD_NUMBER: _builtins.int
+    PAIR_S_FIELD_NUMBER: _builtins.int
+    step_s: _builtins.float
+    token_s: _builtins.float
+    key_s: _builtins.float
+    pair_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        step_s: _builtins.float = ...,
+        token_s: _builtins.float = ...,
+        key_s: _builtins.float = ...,
+        pair_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_s", b"key_s", "pair_s", b"pair_s", "step_s", b"step_s", "token_s", b"token_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkCost: _TypeAlias = WorkCost  # noqa: Y015
 
 @_typing.final
 class SpeculationStatus(_message.Message):

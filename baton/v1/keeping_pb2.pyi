@@ -204,26 +204,23 @@ class LocalPrefill(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SPEED_FIELD_NUMBER: _builtins.int
-    MAX_STEP_STRETCH_FIELD_NUMBER: _builtins.int
     MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
-    MIXED_STEP_S_FIELD_NUMBER: _builtins.int
+    STEP_BUDGET_S_FIELD_NUMBER: _builtins.int
     speed: _builtins.float
     """Speed of a group's computing, as a multiple of that of one prefill rank."""
-    max_step_stretch: _builtins.float
     max_step_tokens: _builtins.int
-    mixed_step_s: _builtins.float
-    """Seconds that a step with prefill may take, where max_step_stretch allows less."""
+    step_budget_s: _builtins.float
+    """The setting generate.step_budget_s."""
     def __init__(
         self,
         *,
         speed: _builtins.float = ...,
-        max_step_stretch: _builtins.float = ...,
         max_step_tokens: _builtins.int = ...,
-        mixed_step_s: _builtins.float = ...,
+        step_budget_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_step_stretch", b"max_step_stretch", "max_step_tokens", b"max_step_tokens", "mixed_step_s", b"mixed_step_s", "speed", b"speed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_step_tokens", b"max_step_tokens", "speed", b"speed", "step_budget_s", b"step_budget_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -235,7 +235,7 @@ def _named(args: argparse.Namespace, demand: "Demand", pools: "Pools") -> tuple[
         max_ranks=pools.num_ranks,
         max_tokens=min(_LONGEST * demand.prompt_tokens, MAX_TOKENS),
         steps=nominal_steps(model.name, name, model.shape, rates, weight_bytes=model.model.weight_bytes),
-        local=LocalPrefill(1.0, engine.max_step_stretch, engine.max_prefill_tokens_per_step),
+        local=LocalPrefill(1.0, engine.max_batched_tokens),
     )
     link = f"links {rates.link.bandwidth / 1e9:g} GB/s"
     return f"{model.name}, {model.formats}, on {name}, {link}: nominal rates", planner

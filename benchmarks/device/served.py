@@ -38,12 +38,7 @@ from generate_workers.streams.open_streams import OpenStreams
 from generate_workers.streams.shared_reader import SharedReader
 from tests.support.models.tiny_tokenizer import write_letters
 
-TOGETHER: dict[str, Any] = {
-    "max_prefill_tokens_per_step": 2048,
-    "max_step_stretch": 3.0,
-    "mixed_step_s": 0.3,
-    "burst_step_s": 1.0,
-}
+TOGETHER: dict[str, Any] = {"max_batched_tokens": 2048, "step_budget_s": 0.3}
 """Settings of a GPU engine in a cluster without prefill groups, where the engine computes all prefills. The values are
 those of `deploy.machine.arrangement`."""
 ENGINE_THREAD = "generate-engine"
@@ -160,7 +155,7 @@ def running_engine(decoder: Decoder, config: EngineConfig) -> Iterator[LoggedEng
     memory = make_memory(decoder, config)
     slots = SlotTable(memory, clock, endpoint="none:0")
     model = ServedModel(decoder, tokenizer)
-    scheduling_policy = ChunkedPrefillPolicy.of(config, decoder.config)
+    scheduling_policy = ChunkedPrefillPolicy.of(config, model)
     running = RunningRows(slots, scheduling_policy, make_speculation(model, slots, config))
     decode_steps = make_device_steps(decoder, memory.residency, config, clock)
     engine = LoggedEngine(model, running, config, decode_steps=decode_steps)

@@ -111,7 +111,7 @@ def _run(pipe: Connection, spec: EngineSpec) -> None:
     most = min(config.max_slot_tokens, decoder.config.max_position)
     slots = SlotTable(make_memory(decoder, replace(config, max_slot_tokens=most)), clock, endpoint="none:0")
     model = ServedModel(decoder, Tokenizer.load(spec.folder))
-    scheduling_policy = ChunkedPrefillPolicy.of(config, decoder.config)
+    scheduling_policy = ChunkedPrefillPolicy.of(config, model)
     running = RunningRows(slots, scheduling_policy, make_speculation(model, slots, config))
     engine = GenerationEngine(model, running, config)
     engine.start()

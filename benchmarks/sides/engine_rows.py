@@ -60,8 +60,9 @@ class EngineRows:
         ResourceExhaustedError if the KV does not fit."""
         clock = SystemClock()
         slots = SlotTable(make_memory(decoder, config), clock, endpoint="none:0")
-        running = RunningRows(slots, ChunkedPrefillPolicy.of(config, decoder.config))
-        engine = GenerationEngine(ServedModel(decoder, Tokenizer.load(folder)), running, config)
+        model = ServedModel(decoder, Tokenizer.load(folder))
+        running = RunningRows(slots, ChunkedPrefillPolicy.of(config, model))
+        engine = GenerationEngine(model, running, config)
         params = SamplingParams(max_tokens=max_steps + 1, temperature=0, ignore_eos=True)
         source = KvBuffer(decoder.layout, TokenRange(0, max(lengths)))
         source.data.normal_()

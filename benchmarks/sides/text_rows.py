@@ -105,7 +105,7 @@ class TextRows:
         slots = SlotTable(make_memory(decoder, config), clock, endpoint="none:0")
         model = ServedModel(decoder, Tokenizer.load(folder))
         drafting = make_speculation(speculation, model, slots, config)
-        running = RunningRows(slots, ChunkedPrefillPolicy.of(config, decoder.config), drafting)
+        running = RunningRows(slots, ChunkedPrefillPolicy.of(config, model), drafting)
         engine = GenerationEngine(model, running, config)
         rows = cls(engine, decoder, slots, [len(text.token_ids) for text in texts])
         try:

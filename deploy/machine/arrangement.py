@@ -26,12 +26,7 @@ _POOLS = {
 }
 """Fields that define the prefill and generation pools, by section. If the user sets any of them, `arrange` does not
 choose the pools."""
-_TOGETHER_STEPS = {
-    "max_prefill_tokens_per_step": 512,
-    "max_step_stretch": 3.0,
-    "mixed_step_s": 0.3,
-    "burst_step_s": 1.0,
-}
+_TOGETHER_STEPS = {"max_batched_tokens": 512, "step_budget_s": 0.3}
 """Settings of an engine that computes all prefills. A step prefills a limited number of tokens. If prompts arrive
 together and exceed this limit, they are spread over several steps, which is nearly as fast. While other requests
 generate, a step with prefill lasts up to 0.3 s, or up to three times as long as decoding alone if that is longer."""
@@ -53,7 +48,7 @@ def arrange(written: WrittenConfig, model: ResolvedModel, machine: Machine) -> C
             plan = _on_cores(plan, written, machine)
     config = plan.config
     if not config.prefill.num_groups:
-        on_gpu = {"max_prefill_tokens_per_step": _CUDA_STEP_TOKENS} if config.generate.device == "cuda" else {}
+        on_gpu = {"max_batched_tokens": _CUDA_STEP_TOKENS} if config.generate.device == "cuda" else {}
         config = written.with_choices(config, {"generate": _TOGETHER_STEPS | on_gpu})
     return replace(plan, config=config)
 
@@ -99,7 +94,7 @@ def _on_gpus(plan: ClusterPlan, written: WrittenConfig) -> ClusterPlan:
     fullest = min(gpus, key=lambda gpu: gpu.free_bytes)
     costs = gpu_costs(plan.model, config.model.dtype, fullest, config.generate.num_slots)
     sizes = engine_sizes(config, plan.model, fullest, costs.steps(1))
-    engine = {"device": "cuda", "max_prefill_tokens_per_step": _CUDA_STEP_TOKENS, **sizes}
+    engine = {"device": "cuda", "max_batched_tokens": _CUDA_STEP_TOKENS, **sizes}
     on_gpus, why = written.with_choices(config, {"prefill": {"device": "cuda"}, "generate": engine}), ""
     if _is_open(written):
         found = gpu_plans(replace(costs, num_slots=on_gpus.generate.num_slots), len(gpus))

@@ -187,9 +187,8 @@ def served_planner(plan: ClusterPlan, former: ChainPlanner | None = None) -> Cha
         steps=steps,
         local=LocalPrefill(
             speed=_engine_speed(plan),
-            max_step_stretch=generate.max_step_stretch,
-            max_step_tokens=generate.max_prefill_tokens_per_step,
-            mixed_step_s=generate.mixed_step_s,
+            max_step_tokens=generate.max_batched_tokens,
+            step_budget_s=generate.step_budget_s,
         ),
         devices=frozenset(profile.name for profile in _profiles(plan)),
     )

@@ -5,7 +5,7 @@
 2. The other sequences share the step's prefill tokens, in the order in which they joined. A step prefills at most
    `max_prefill_tokens` tokens. If the step also decodes, its predicted time (`step_bound`) limits prefill further. The
    limit is never zero, except in the rare steps that measure the time of decoding alone.
-3. If `burst_step_s` is set and no decoding sequence has more than one output token, all waiting prompts run in one
+3. If `step_budget_s` is set and no decoding sequence has more than one output token, all waiting prompts run in one
    step. Otherwise a stream would send its first token, and then pause until other prompts are prefilled. The prompts
    must be short: each has at most `max_prefill_tokens` tokens, and their sum is at most
    max(`max_prefill_tokens`, min(4 * `max_prefill_tokens`, 2,048)).
@@ -18,11 +18,11 @@ import math
 from collections.abc import Mapping
 from typing import Self
 
-from baton.modeling.forward.model_config import ModelConfig
 from baton.planning.local_prefill import LEAST_STEP_TOKENS
 from baton.types import SlotId, TokenRange
 from generate_workers.config import EngineConfig
 from generate_workers.engine.scheduling_policy import Progress, RowSpan, StepPlan
+from generate_workers.engine.served_model import ServedModel
 from generate_workers.engine.step_bound import Decoding, PrefillWork, StepBound
 
 _BURST_STEPS, _BURST_TOKENS = 4, 2048
@@ -47,11 +47,10 @@ class ChunkedPrefillPolicy:
         self._work = work or PrefillWork()
 
     @classmethod
-    def of(cls, config: EngineConfig, model: ModelConfig) -> Self:
+    def of(cls, config: EngineConfig, model: ServedModel) -> Self:
         """Return the scheduling policy for an engine's configuration and model."""
-        work = PrefillWork.of_model(model)
-        bound = StepBound(config.max_step_stretch, config.mixed_step_s, config.burst_step_s)
-        return cls(config.max_prefill_tokens_per_step, bound, work)
+        bound = StepBound.of(config.step_budget_s, model.step_cost)
+        return cls(config.max_batched_tokens, bound, PrefillWork.of_model(model.decoder.config))
 
     def plan(self, rows: Mapping[SlotId, Progress]) -> StepPlan:
         """Return the plan of the next step. `rows` has the progress of each sequence, by slot. The plan is empty when
@@ -84,9 +83,9 @@ class ChunkedPrefillPolicy:
         left = (TokenRange(row.num_cached, row.num_known) for row in rows.values())
         return sum(self._work.of(tokens) for tokens in left if len(tokens) > 1)
 
-    def took(self, plan: StepPlan, seconds: float) -> None:
+    def took(self, plan: StepPlan, seconds: float, *, is_replayed: bool = False) -> None:
         """Report the duration of a step, in seconds, to the StepBound, which predicts later steps from it."""
-        self._bound.observe(plan.decoding, plan.prefill_work, seconds)
+        self._bound.observe(plan.decoding, plan.prefill_work, seconds, is_replayed=is_replayed)
 
 
 def _decoding(rows: Mapping[SlotId, Progress]) -> Decoding:

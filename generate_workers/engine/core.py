@@ -23,6 +23,7 @@ from functools import partial
 
 from baton.errors import InvalidArgumentError, LeaseError, NotFiniteError, ResourceExhaustedError
 from baton.modeling.forward.drawing import NO_TOKEN
+from baton.modeling.forward.step_graphs import StepGraphs
 from baton.process.crash_notes import ComputedNow
 from baton.process.thread_names import show_thread_name
 from baton.process.turn_watch import TurnWatch
@@ -30,7 +31,7 @@ from baton.text.grammars import Grammars
 from baton.text.token_masks import ChoiceMasks
 from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent
 from generate_workers.config import EngineConfig
-from generate_workers.engine.model_runner import DecodeSteps, ModelRunner
+from generate_workers.engine.model_runner import ModelRunner
 from generate_workers.engine.preemption import RunningRows
 from generate_workers.engine.request_queue import RequestQueue
 from generate_workers.engine.rows import EngineStream, EventSink, GenerationRequest, Row, RowEndHook, StreamId
@@ -53,7 +54,7 @@ class GenerationEngine:
         running: RunningRows,
         config: EngineConfig,
         *,
-        decode_steps: DecodeSteps | None = None,
+        decode_steps: StepGraphs | None = None,
         crash_note: str = "",
     ) -> None:
         """Make an engine, which owns `running` from now on. `running` must have no sequences yet. `decode_steps` runs
@@ -76,6 +77,8 @@ class GenerationEngine:
         # Used only by the engine's thread:
         self._running = running
         self._runner = ModelRunner(decoder, self.residency, decode_steps)
+        self._cost = model.step_cost
+        self._cost.replays = self._runner.replays
         self._computed = ComputedNow(crash_note)
         self._waiting: deque[EngineStream] = deque()
         self._leased: dict[StreamId, EngineStream] = {}
@@ -152,6 +155,7 @@ class GenerationEngine:
             num_preemptions=running.num_preemptions,
             num_preempted=len(running.waiting),
             last_step=self._last_step,
+            step_costs=self._cost.learnt,
             speculation=None if self._speculation is None else self._speculation.stats,
             device=self._decoder.device.name,
             stall=self._watch.stall,
@@ -175,10 +179,11 @@ class GenerationEngine:
         self._join_waiting()
         plan = self._running.plan()
         self._watch.begin(name, plan.expected_s)
-        if plan and self._run_plan(plan):
+        ran = self._run_plan(plan) if plan else None
+        if ran is not None:
             drafted = None if self._speculation is None else self._speculation.stats
-            self._last_step = self._runner.stats(plan, self._clock.now_s() - started_s, drafted)
-            self._running.scheduling_policy.took(plan, self._last_step.duration_s)
+            self._last_step = last = self._runner.stats(ran, self._clock.now_s() - started_s, drafted)
+            self._running.scheduling_policy.took(ran, last.duration_s, is_replayed=last.is_replayed)
 
     def _run(self) -> None:
         show_thread_name()
@@ -293,9 +298,9 @@ class GenerationEngine:
         self._running.add(rows)
         return rows[0]
 
-    def _run_plan(self, plan: StepPlan) -> bool:
-        """Run the plan and accept the tokens that its sequences sample. Return False if the step failed; the affected
-        streams have then ended with an error."""
+    def _run_plan(self, plan: StepPlan) -> StepPlan | None:
+        """Run the plan and accept the tokens that its sequences sample. Return the plan as it ran. Return None if the
+        step failed; the affected streams have then ended with an error."""
         self._num_steps += 1
         running = self._running
         leaders = [running.rows[span.slot] for span in plan.spans if span.samples]
@@ -309,18 +314,16 @@ class GenerationEngine:
                 running.fork(leader)
             for row, token, drafted, goes_on in verified.accept(is_maximal=self._is_maximal):
                 self._accept(row, token, drafted, goes_on)
-            if self._speculation is not None:
-                self._speculation.observe(plan, drafts, verified)
+            return plan if self._speculation is None else self._speculation.observe(plan, drafts, verified)
         except Exception as error:
             logger.exception("a step of %d rows failed", len(plan.spans))
             self._num_not_finite += isinstance(error.__cause__, NotFiniteError)
             failed = [error.slot] if isinstance(error, RowError) else [span.slot for span in plan.spans]
             for stream in {running.rows[slot].stream: None for slot in failed if slot in running.rows}:
                 self._end(stream, FinishReason.ERROR, _one_line(error))
-            return False
+            return None
         finally:
             self._computed.set(())
-        return True
 
     def _accept(self, row: Row, token: SampledToken, drafts: DraftRound | None = None, goes_on: bool = False) -> None:
         """Accept a sequence's next token and emit its event. For the last token, the slot is freed or handed over

@@ -43,7 +43,7 @@ def make_memory(
         decoder.config.windows,
         config.num_slots,
         config.max_slot_tokens,
-        most_new_tokens=config.max_prefill_tokens_per_step,
+        most_new_tokens=config.max_batched_tokens,
         draft_keys=drafts,
         chosen_drafts=config.speculation in CHOOSING_DRAFTS,
     )

@@ -7,8 +7,7 @@ on the engine's thread.
 Shape suffixes: T tokens of all spans, D hidden size.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from baton.errors import InvalidArgumentError, NotFiniteError
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.sampling import score
-from baton.modeling.forward.step_graphs import DecodeRow
+from baton.modeling.forward.step_graphs import DecodeRow, StepGraphs
 from baton.modeling.forward.weight_sizes import step_reads
 from baton.modeling.kv.pages import PageSpan
 from baton.types import SlotId, TokenRange
@@ -32,21 +31,10 @@ _SCORED_TOKENS = 64
 for each token of the vocabulary."""
 
 
-class DecodeSteps(Protocol):
-    """Decode steps that run entirely on the device that stores the KV, including sampling. Each sequence decodes one
-    token, without drafts."""
-
-    def run(self, rows: Sequence[DecodeRow]) -> list[int]:
-        """Run one decode step. Write the KV of each sequence's latest token to its pages, and return each sequence's
-        next token. The result is NO_TOKEN for a sequence whose logits are not finite. Blocks. `rows` may have as many
-        sequences as the engine has slots."""
-        ...
-
-
 class ModelRunner:
     """Runs the forward of planned steps. The KV may be in host memory or in device memory."""
 
-    def __init__(self, decoder: Decoder, residency: Residency, decode_steps: DecodeSteps | None = None) -> None:
+    def __init__(self, decoder: Decoder, residency: Residency, decode_steps: StepGraphs | None = None) -> None:
         """Make a runner. `decode_steps` runs the plans that it supports, entirely on the device. None: the decoder runs
         all plans."""
         self._decoder = decoder
@@ -62,6 +50,13 @@ class ModelRunner:
         """Number of drafts that the last step verified."""
         self._num_tokens = 0
         """Number of tokens that the last step ran."""
+        self._is_replayed = False
+        """True if the last step replayed a CUDA graph."""
+
+    @property
+    def replays(self) -> bool:
+        """True if steps that only decode replay CUDA graphs, unless a request needs more than its next token."""
+        return self._decode_steps is not None and self._decode_steps.captures
 
     def begin(self) -> None:
         """Start to count the bytes that the next step copies between host and device. Must be called before the step's
@@ -82,6 +77,7 @@ class ModelRunner:
             num_drafts=self._num_drafts,
             num_draft_kv_bytes=round.num_draft_kv_bytes,
             predicted_s=round.predicted_s if self._num_drafts else 0.0,
+            is_replayed=self._is_replayed,
         )
 
     @torch.inference_mode()
@@ -103,6 +99,7 @@ class ModelRunner:
         most_queries = 1 + max(map(len, drafts.values()), default=0)
         with self._residency.step(spans) as step:
             chosen_R, hidden_TD = [] if drafts else self._draw(plan, rows, step), None
+            self._is_replayed = bool(chosen_R) and self.replays
             if not chosen_R:
                 hidden_TD = self._decoder.forward(token_ids, step.spans, step.turns, most_queries=most_queries)
             _settle(plan, rows, drafts)

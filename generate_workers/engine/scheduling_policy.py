@@ -76,7 +76,8 @@ class SchedulingPolicy(Protocol):
         method may be called again with fewer sequences before a plan is run."""
         ...
 
-    def took(self, plan: StepPlan, seconds: float) -> None:
+    def took(self, plan: StepPlan, seconds: float, *, is_replayed: bool = False) -> None:
         """Record the duration of the plan's step in seconds. It includes all work of the step, from processing messages
-        to the last event."""
+        to the last event. `plan` is the plan as it ran, with the drafts that were made. `is_replayed`: the step
+        replayed a CUDA graph."""
         ...

@@ -1,17 +1,25 @@
-"""The model that a generation engine serves, with the measured costs of the model's steps and an optional draft
-model."""
+"""The model that a generation engine serves, with the costs of the model's steps and an optional draft model."""
 
 from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
 
 from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.weight_sizes import bytes_per_step
+from baton.modeling.kernels.triton.launch import num_compiled
 from baton.planning.device_profile import DeviceProfile
+from baton.planning.gpus import gpu_rank
+from baton.planning.hardware import cpu_rank, derive_step
+from baton.planning.step_cost import StepCost
 from baton.planning.work_cost import WorkCost
 from baton.text.tokenizer import Tokenizer
+from generate_workers.engine.model_shape import model_shape
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Model that an engine serves, with its tokenizer and an optional draft model."""
+    """Model that one engine serves, with its tokenizer and an optional draft model."""
 
     decoder: Decoder
     tokenizer: Tokenizer
@@ -22,3 +30,25 @@ class ServedModel:
     """Measured costs of steps of `decoder` on this machine. None: estimated costs are used."""
     profile: DeviceProfile | None = None
     """Profile of the device that the engine computes on. None: nominal rates are used."""
+
+    @cached_property
+    def step_cost(self) -> StepCost:
+        """Costs of steps of `decoder`, which the engine learns from its steps."""
+        return step_cost(self.decoder, self.profile, self.cost)
+
+
+def step_cost(decoder: Decoder, profile: DeviceProfile | None, cost: WorkCost | None = None) -> StepCost:
+    """Return a StepCost for a model that has not run yet. It starts with `cost`; None: with the costs that follow from
+    the model's bytes and FLOPs at the rates of `profile`; None: at nominal rates."""
+    shape = model_shape(decoder.config, decoder.dtype.itemsize)
+    where = decoder.device.torch_device
+    if profile is not None:
+        rates = profile.hardware
+    elif where.type == "cuda":
+        rates = gpu_rank(torch.cuda.get_device_name(where), shape.dtype_bytes)
+    else:
+        rates = cpu_rank(torch.get_num_threads(), shape.dtype_bytes)
+    nominal = derive_step(shape, rates, weight_bytes=bytes_per_step(decoder.weights))
+    cost = cost or nominal
+    prefill_s = cost.token_s or nominal.token_s  # calibrations with a single batch size have 0
+    return StepCost(cost, prefill_s, shape.num_layers * rates.issue_s, partial(num_compiled, where))

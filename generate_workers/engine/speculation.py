@@ -78,9 +78,9 @@ class Speculation(Protocol):
         directly before the plan is run."""
         ...
 
-    def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> None:
-        """Record the result of a round (the draft steps, and the step that verified the drafts): the accepted drafts,
-        and the duration of its steps. Later plans are based on it."""
+    def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> StepPlan:
+        """Record the result of a round (the draft steps, and the step that verified the drafts): the accepted drafts.
+        Later plans are based on it. Return the plan with the work of the drafts that were made."""
         ...
 
     def forget(self, row: Row) -> None:

@@ -6,6 +6,7 @@ of EngineStatus and SlotLedger.
 
 from dataclasses import dataclass
 
+from baton.planning.step_cost import LearntCosts
 from generate_workers.engine.speculation import SpeculationStats
 from generate_workers.slots.leases import SlotLedger
 
@@ -33,6 +34,9 @@ class StepStats:
     """Predicted duration in seconds of this step and of the draft steps before it, together. 0 if the step had no
     drafts, or if it also prefilled."""
 
+    is_replayed: bool = False
+    """True if the step replayed a CUDA graph."""
+
     @property
     def num_bytes(self) -> int:
         """Bytes that the step read from the device's memory. The step takes at least this number divided by the memory
@@ -57,6 +61,8 @@ class EngineStatus:
     num_preempted: int
     """Number of preempted sequences that wait to resume."""
     last_step: StepStats | None
+    step_costs: LearntCosts
+    """Costs of steps, as learnt so far."""
     speculation: SpeculationStats | None = None
     """Statistics of speculative decoding; None if it is off."""
     device: str = ""

@@ -2,20 +2,12 @@
 
 from collections.abc import Callable, Mapping
 
-import torch
-
 from baton.errors import ConfigError
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.weight_sizes import bytes_per_step
-from baton.planning.device_profile import DeviceProfile
-from baton.planning.gpus import gpu_rank
-from baton.planning.hardware import cpu_rank, derive_step
 from baton.planning.speculation import MOST_DRAFTS
-from baton.planning.step_costs import StepCosts
-from baton.planning.work_cost import WorkCost
 from generate_workers.config import EngineConfig
-from generate_workers.engine.model_shape import model_shape
-from generate_workers.engine.served_model import ServedModel
+from generate_workers.engine.served_model import ServedModel, step_cost
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.host import HostResidency
 from generate_workers.residency.port import DraftKeys
@@ -28,7 +20,7 @@ from generate_workers.speculation.infinigen_view import InfinigenView
 from generate_workers.speculation.ngrams import KINDS, NgramProposer
 from generate_workers.speculation.self_drafts import DraftView, SelfProposer
 from generate_workers.speculation.snapkv import SnapKvView
-from generate_workers.speculation.speculator import DraftSource, DraftSteps, Speculator
+from generate_workers.speculation.speculator import DraftSource, Speculator
 from generate_workers.speculation.streaming_view import DraftWindowView, StreamingView
 
 _SELF_ACCEPTED = 0.8
@@ -105,11 +97,15 @@ def make_speculation(
             f"speculation = {name!r} is not supported with sliding windows: use speculation ngram, auto or off"
         )
     chosen: dict[str, DraftSource] = sources if name == "auto" else {name: sources[name]}
-    costs = StepCosts(model.cost or nominal_cost(decoder, model.profile))
-    draft_costs = costs if draft_model is None else StepCosts(nominal_cost(draft_model, model.profile))
     drafting = draft_model or decoder
-    draft_steps = DraftSteps(draft_costs, drafting.layout.token_bytes, bytes_per_step(drafting.weights))
-    return Speculator(chosen, slots, costs, draft_steps, fixed_drafts=config.draft_tokens or None)
+    return Speculator(
+        chosen,
+        slots,
+        model.step_cost,
+        draft_model_cost=None if draft_model is None else step_cost(draft_model, model.profile),
+        draft_bytes=(drafting.layout.token_bytes, bytes_per_step(drafting.weights)),
+        fixed_drafts=config.draft_tokens or None,
+    )
 
 
 def _budgets(config: EngineConfig) -> dict[int, float]:
@@ -133,20 +129,6 @@ def _by_model(draft_model: Decoder, config: EngineConfig) -> DraftSource:
     make_memory, keeps = draft_model.device.row_memory, config.acceptance == "maximal"
     proposer = ModelProposer(draft_model, keys, config.num_slots, make_memory, keeps=keeps)
     return DraftSource(proposer, Acceptances([_MODEL_ACCEPTED], config.num_slots), config.draft_keys)
-
-
-def nominal_cost(decoder: Decoder, profile: DeviceProfile | None) -> WorkCost:
-    """Return the costs of a model's steps, derived from its bytes and FLOPs at the rates of `profile`. None: nominal
-    rates are used."""
-    shape = model_shape(decoder.config, decoder.dtype.itemsize)
-    where = decoder.device.torch_device
-    if profile is not None:
-        rates = profile.hardware
-    elif where.type == "cuda":
-        rates = gpu_rank(torch.cuda.get_device_name(where), shape.dtype_bytes)
-    else:
-        rates = cpu_rank(torch.get_num_threads(), shape.dtype_bytes)
-    return derive_step(shape, rates, weight_bytes=bytes_per_step(decoder.weights))
 
 
 def _require_choosing(name: str, decoder: Decoder, slots: SlotTable) -> DeviceResidency:

@@ -21,7 +21,7 @@ from baton.planning.speculation import (
     plan_at_rate,
     plan_round,
 )
-from baton.planning.step_costs import StepCosts
+from baton.planning.step_cost import StepCost
 from baton.planning.work_cost import NO_WORK, RowDrafts, StepWork, drafting_work, expected_tokens
 from baton.results.timings import DraftCounts
 from baton.types import SlotId
@@ -50,19 +50,6 @@ class DraftSource:
     """Configured number of keys that a draft step attends to; 0 for a source without draft steps."""
 
 
-@dataclass(frozen=True)
-class DraftSteps:
-    """Costs of draft steps, which are forward passes of the model itself or of a draft model."""
-
-    costs: StepCosts
-    """Predicted costs of draft steps. If the model itself runs the draft steps, this is the same object as the costs of
-    its other steps."""
-    token_bytes: int
-    """Number of bytes of one token's key and value in all layers of the drafting model."""
-    weight_bytes: int
-    """Number of bytes of model weights that a draft step reads."""
-
-
 class PlannedDrafts(NamedTuple):
     """Drafts that are planned for one sequence."""
 
@@ -87,24 +74,27 @@ class Speculator:
         self,
         sources: Mapping[str, DraftSource],
         slots: SlotTable,
-        costs: StepCosts,
-        draft_steps: DraftSteps,
+        cost: StepCost,
         *,
+        draft_model_cost: StepCost | None = None,
+        draft_bytes: tuple[int, int] = (0, 0),
         fixed_drafts: int | None = None,
     ) -> None:
         """`sources`: draft sources by name. If the number of drafts is fixed, a sequence uses the source with the
         largest expected number of tokens, or the first of several equal sources. Otherwise the source is planned
-        together with the number of drafts. `costs`: costs of the steps that verify drafts. `draft_steps`: costs of the
-        draft steps of all sources. If the model itself runs the draft steps, `draft_steps.costs` must be the same
-        object as `costs`.
+        together with the number of drafts. `cost`: cost of the model's steps, which the scheduling policy updates.
+        `draft_model_cost`: cost of the steps of a draft model; None: the model itself runs the draft steps.
+        `draft_bytes`: bytes of one token's KV in all layers of the drafting model, and bytes of weights that a draft
+        step reads.
 
         `fixed_drafts`: number of drafts per sequence and round. A request may override it. None: the number is planned
         from costs and expected tokens.
         """
         self._sources = sources
         self._slots = slots
-        self._costs = costs
-        self._draft_steps = draft_steps
+        self._cost = cost
+        self._draft_cost = draft_model_cost or cost
+        self._draft_bytes = draft_bytes
         self._clock = slots.clock
         self._fixed_drafts = fixed_drafts
         self._counts = {name: DraftCounts(name) for name in sources}
@@ -118,6 +108,8 @@ class Speculator:
         self._expected = 0.0, 0.0
         """Predicted number of tokens, and predicted seconds, of the next round."""
         self._draft_s = self._verifying_since_s = 0.0
+        self._drafting, self._verifying = NO_WORK, NO_WORK
+        """Work of the latest round: that of its draft steps, and that of the step that verified the drafts."""
         self._round: Round | None = None
         """Latest round whose numbers of drafts were planned. None: the next round must be planned in full."""
         self._num_late = 0
@@ -145,8 +137,9 @@ class Speculator:
         num_drafts = {slot: drafts.num_drafts for slot, drafts in self._planned.items()}
         drafting, verifying = self._works(num_drafts)
         added = [expected_tokens(each.acceptance, each.num_drafts) - 1 for each in self._planned.values()]
-        draft_s = self._draft_steps.costs.cost.seconds(drafting)
-        self._expected = len(decoding) + sum(added), draft_s + self._costs.cost.seconds(verifying)
+        draft_s = self._draft_cost.launched.seconds(drafting)
+        verify_cost = self._cost.launched if num_drafts else self._cost.plain
+        self._expected = len(decoding) + sum(added), draft_s + verify_cost.seconds(verifying)
         if not num_drafts:
             return plan
         spans = tuple(
@@ -156,9 +149,7 @@ class Speculator:
             ]
         )
         drafts = verifying - self._plain
-        if self._draft_steps.costs is self._costs:
-            return replace(plan, spans=spans, decoding=replace(plan.decoding, drafts=drafts + drafting))
-        return replace(plan, spans=spans, decoding=replace(plan.decoding, drafts=drafts, draft_model_s=draft_s))
+        return replace(plan, spans=spans, decoding=replace(plan.decoding, drafts=drafts, draft_s=draft_s))
 
     def draft(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> Drafts:
         """Return the drafts of the sequences in `plan`. Each draft is made by the source that the method `plan` has
@@ -181,16 +172,19 @@ class Speculator:
                     found[request.row.slot] = replace(draft.first(num), source=name)
         self._verifying_since_s = self._clock.now_s()
         self._draft_s = self._verifying_since_s - started_s
+        self._drafting, self._verifying = self._works({slot: len(draft) for slot, draft in found.items()})
+        if self._drafting.num_steps:
+            self._draft_cost.observe(self._drafting, 0.0, self._draft_s)
         return found
 
-    def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> None:
-        """Record the results of a round (the draft steps and the step that verifies the drafts): the numbers of
-        accepted drafts, and the measured seconds of the steps."""
+    def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> StepPlan:
+        """Record the results of a round (the draft steps and the step that verifies the drafts). Return the plan with
+        the work of the drafts that were made, and the measured seconds of the draft steps."""
         verify_s = self._clock.now_s() - self._verifying_since_s
         for name in {draft.source for draft in drafts.values()}:
             self._took(name, drafts, verified)
-        drafting, verifying = self._works({slot: len(draft) for slot, draft in drafts.items()})
         tokens, seconds = (0.0, 0.0) if plan.num_prefill_tokens else self._expected
+        token_bytes, weight_bytes = self._draft_bytes
         self.stats = SpeculationStats(
             num_drafted=sum(each.num_drafted for each in self._counts.values()),
             num_accepted=sum(each.num_accepted for each in self._counts.values()),
@@ -198,15 +192,14 @@ class Speculator:
             expected_tokens=tokens,
             predicted_s=seconds,
             measured_s=self._draft_s + verify_s,
-            num_draft_kv_bytes=drafting.num_keys * self._draft_steps.token_bytes,
-            num_draft_weight_bytes=drafting.num_steps * self._draft_steps.weight_bytes,
+            num_draft_kv_bytes=self._drafting.num_keys * token_bytes,
+            num_draft_weight_bytes=self._drafting.num_steps * weight_bytes,
             sources=self._source_stats(),
         )
-        if plan.num_prefill_tokens:
-            return  # the costs do not cover prefill
-        self._costs.observe(verifying, verify_s)
-        if drafting.num_steps:
-            self._draft_steps.costs.observe(drafting, self._draft_s)
+        if not self._planned:
+            return plan
+        made = replace(plan.decoding, drafts=self._verifying - self._plain, draft_s=self._draft_s)
+        return replace(plan, decoding=made)
 
     def forget(self, row: Row) -> None:
         """Drop all state of a sequence in all sources."""
@@ -237,7 +230,7 @@ class Speculator:
             return False
         if self._fixed_drafts is not None or any(row.sampler.params.num_drafts is not None for row in rows):
             return False
-        seconds_B1 = (self._costs.cost.token_s + num_known_B * self._costs.cost.pair_s)[:, None]
+        seconds_B1 = (self._cost.launched.token_s + num_known_B * self._cost.launched.pair_s)[:, None]
         for name, offer in offers.items():
             estimates_BK = self._sources[name].acceptances.of(self._indices_B, offer.kinds)
             if ((estimates_BK > last.rate * seconds_B1) & (offer.num_drafts > 0)).any():
@@ -325,11 +318,11 @@ class Speculator:
     def _plan_round(self, options: DraftOptions) -> Round:
         """Return a round for sequences whose numbers of drafts are planned, by a full plan or at the rate of the latest
         round."""
-        costs, last = (self._costs.cost, self._draft_steps.costs.cost), self._round
+        costs, plain, last = (self._cost.launched, self._draft_cost.launched), self._cost.plain, self._round
         if last is None:
-            self._round, self._num_late = plan_round(options, *costs), 0
+            self._round, self._num_late = plan_round(options, *costs, plain), 0
         else:
-            self._round, self._num_late = plan_at_rate(options, *costs, last), self._num_late + 1
+            self._round, self._num_late = plan_at_rate(options, *costs, last, plain), self._num_late + 1
         return self._round
 
     def _works(self, num_drafts: Mapping[SlotId, int]) -> tuple[StepWork, StepWork]:

@@ -60,7 +60,8 @@ class LiveFleet:
         has started, or if the planner has no step times."""
         groups = self._members.present.generation
         if groups and self._planner.steps is not None:
-            self._service = ServiceModel(self._planner, self._planner.max_ranks, groups[0].num_slots)
+            costs = self._members.step_costs
+            self._service = ServiceModel(self._planner, self._planner.max_ranks, groups[0].num_slots, costs)
         return self._service
 
     def state(self, target: Allocation, service: ServiceModel, clear_s: float) -> FleetState:

@@ -5,7 +5,7 @@ have not pulled yet. The waiting work is counted as additional traffic, spread o
 completed (`Backlog.clear_s`). Does no I/O.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from baton.planning.cost_model import CostModel
 from baton.planning.planner import ChainPlanner
+from baton.planning.step_cost import LearntCosts
 from baton.types import TokenRange
 from orchestrator.autoscaling.traffic import TrafficForecast
 
@@ -22,6 +23,9 @@ _SAMPLED = 8
 is used."""
 _BITS = 7
 """Number of significant bits to which prompt lengths are rounded. Seven bits give a precision of about one percent."""
+
+_LEAST_STEPS = 256
+"""Minimum number of steps from which a group must have learnt its costs, so that they replace the planner's."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class ServiceModel:
     """Planner that predicts durations. It must have step times and plan chains of at least `num_ranks` ranks."""
     num_ranks: int
     num_slots: int
+    step_costs: Mapping[str, LearntCosts] = field(default_factory=dict, compare=False)
+    """Costs of steps that generation groups report, by group. The mapping may change at any time."""
     _known: dict[int, tuple[float, float]] = field(default_factory=dict, compare=False, repr=False)
     """Cached results of `prompt_s`, by the rounded number of tokens. They are valid for the cost model in `_costs`."""
     _costs: list[CostModel] = field(default_factory=list, compare=False, repr=False)
@@ -59,8 +65,13 @@ class ServiceModel:
 
     def step_s(self, rows: float, context: float) -> float:
         """Return the duration in seconds of a decode step of `rows` sequences. `context` is the mean context length of
-        a sequence in tokens. Fewer than 1 sequence counts as 1."""
-        return self.planner.step_s(max(rows, 1.0), context)
+        a sequence in tokens. Fewer than 1 sequence counts as 1. The result is the mean over the groups that have
+        reported costs learnt from at least `_LEAST_STEPS` steps. Without such a group, the planner predicts it."""
+        rows = max(rows, 1.0)
+        learnt = [each.plain for each in self.step_costs.values() if each.num_steps >= _LEAST_STEPS]
+        if not learnt:
+            return self.planner.step_s(rows, context)
+        return sum(cost.plain_s(rows, context) for cost in learnt) / len(learnt)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import ClassVar, TypeVar
 
 from baton.errors import NotFoundError, UnavailableError
+from baton.planning.step_cost import LearntCosts
 from baton.process.clock import SystemClock
 from orchestrator.membership.breakers import Breakers, BreakerState
 from orchestrator.membership.loads import Load
@@ -32,8 +33,7 @@ from orchestrator.membership.view import (
 T = TypeVar("T")
 
 _TIMER_S = 0.001
-"""Safety margin in seconds when waiting for a breaker's transition. Timers of the event loop may fire one clock tick
-early."""
+"""Margin in seconds when waiting for a breaker's transition. Timers of the event loop may fire one tick early."""
 
 
 class NoGroupError(UnavailableError):
@@ -59,7 +59,8 @@ class Membership:
         self.prefill_queues = PrefillQueues()
         """Unfinished jobs of prefill groups, by incarnation of the group. Updated by `orchestrator.dispatch`."""
         self.num_bytes_free: dict[str, int] = {}
-        """Last reported number of free KV bytes of each generation group, by name. Updated by the worker poller."""
+        self.step_costs: dict[str, LearntCosts] = {}
+        """Last reported costs of steps, and numbers of free KV bytes, of generation groups, by name of the group."""
         self.orders = Orders()
         """Operators' orders in force. Replaced as a whole by `keep_orders`."""
         self._loads: dict[str, Load] = {}
@@ -102,8 +103,7 @@ class Membership:
         self.keep_orders(replace(self.orders, surplus=self.orders.surplus | {name}))
 
     def dismiss(self, name: str) -> None:
-        """Order the supervisor to stop the workers of a drained, idle group. Raises UnavailableError without a
-        supervisor."""
+        """Order the supervisor to stop a drained, idle group. Raises UnavailableError without a supervisor."""
         assert name in self.orders.drained, f"{name} may get work"
         if self._kept is None:
             raise UnavailableError(f"{name} cannot leave, as no supervisor ends its workers: drain it with --keep")

@@ -106,12 +106,18 @@ class PlacementContext:
 
     def step_s(self, group: GenerationGroup, num_rows: int, num_tokens: int) -> float:
         """Return the predicted seconds of a decode step of the group with `num_rows` sequences; 0 if there are none or
-        if the time cannot be predicted. `num_tokens` is the number of tokens of a sequence, used if the group has none
+        if the time cannot be predicted. It follows from the costs that the engine has learnt, or else from the planner
+        of its device. `num_tokens` is the number of tokens of a sequence, used if the group has none
         yet."""
-        planner, mean = self.planner_of(group), self.generation_load.context_tokens(group.incarnation)
-        if num_rows < 1 or planner.steps is None:
+        mean = self.generation_load.context_tokens(group.incarnation)
+        context = num_tokens if mean is None else mean
+        learnt = self.members.step_costs.get(group.name)
+        if num_rows < 1:
             return 0.0
-        return planner.step_s(num_rows, num_tokens if mean is None else mean)
+        if learnt is not None and learnt.num_steps:
+            return learnt.plain.plain_s(num_rows, context)
+        planner = self.planner_of(group)
+        return 0.0 if planner.steps is None else planner.step_s(num_rows, context)
 
 
 class AttemptPrompt:

@@ -1,5 +1,5 @@
 """Builds the messages that are sent to workers for a request: a prefill job, a new stream, and the takeover of a
-stream.
+stream. Converts the costs of steps that workers report.
 
 Used by `orchestrator.workers.client`. Jobs are created by `orchestrator.dispatch.attempt`. Does no I/O.
 """
@@ -7,8 +7,10 @@ Used by `orchestrator.workers.client`. Jobs are created by `orchestrator.dispatc
 from dataclasses import dataclass
 from functools import cached_property
 
+from baton.planning.step_cost import LearntCosts
+from baton.planning.work_cost import WorkCost
 from baton.prefix_blocks import PromptBlocks
-from baton.proto_types import range_to_proto
+from baton.proto_types import range_to_proto, read
 from baton.transport.proto_types import history_to_proto, lease_ref_to_proto, lease_to_proto
 from baton.types import JobId, Lease, StreamNumber
 from baton.v1 import common_pb2, generate_pb2, prefill_pb2
@@ -82,3 +84,9 @@ def takeover_request(record: RequestRecord, number: StreamNumber) -> generate_pb
         number=number,
         takeover=generate_pb2.Takeover(outputs=outputs),
     )
+
+
+def step_costs_from_proto(message: generate_pb2.StepCosts) -> LearntCosts:
+    """Convert the costs of steps in a generation group's status."""
+    plain, launched = read(WorkCost, message.plain), read(WorkCost, message.launched)
+    return read(LearntCosts, message, plain=plain, launched=launched)

@@ -23,6 +23,7 @@ from orchestrator.membership.members import Membership
 from orchestrator.membership.view import GenerationGroup, Group, PrefillGroup
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.workers.client import Clients
+from orchestrator.workers.messages import step_costs_from_proto
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,10 @@ class WorkerPoller:
         present = self._members.present.endpoints  # workers may have been added or polled meanwhile
         for endpoint in (self._leaks.keys() | self._generation.keys() | self._ranks.keys()) - present:
             self._forget(endpoint)
+        names = {group.name for group in self._members.present.generation}
+        for reported in (self._members.num_bytes_free, self._members.step_costs):
+            for name in reported.keys() - names:
+                del reported[name]
         await self._clients.prune(present)
 
     async def refresh(self) -> None:
@@ -174,6 +179,7 @@ class WorkerPoller:
         except BatonError as error:
             self._unanswered(group.endpoint, error)
             self._members.num_bytes_free.pop(group.name, None)
+            self._members.step_costs.pop(group.name, None)
             return
         num_kept = sum(each.num_slots for each in status.kept)
         status.ClearField("kept")  # has request ids, and all tenants may see the status
@@ -183,6 +189,8 @@ class WorkerPoller:
         self._generation[group.endpoint] = status
         if status.kv.num_bytes:
             self._members.num_bytes_free[group.name] = status.kv.num_bytes_free
+        if status.HasField("step_costs"):
+            self._members.step_costs[group.name] = step_costs_from_proto(status.step_costs)
         known = self._members.load(group.name).num_slots + num_kept
         self._observe(group.endpoint, status.num_slots - status.num_free - known, status.num_leased)
 

@@ -43,7 +43,7 @@ from tests.support.wire.secret import PLACE, SECRET
 pytestmark = pytest.mark.integration
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
-CONFIG = EngineConfig(num_slots=3, max_slot_tokens=500, max_prefill_tokens_per_step=16, max_waiting=2)
+CONFIG = EngineConfig(num_slots=3, max_slot_tokens=500, max_batched_tokens=16, max_waiting=2)
 
 
 @pytest.fixture
@@ -220,7 +220,10 @@ async def test_status_says_what_is_held(client: Client) -> None:
 async def test_status_steps_grow(client: Client) -> None:
     before = (await client.status()).num_steps
     await read(client.open(prompt(5)))
-    assert (await client.status()).num_steps >= before + 8
+    status = await client.status()
+    assert status.num_steps >= before + 8
+    assert status.step_costs.num_steps > 0 and status.step_costs.plain.step_s > 0
+    assert status.step_costs.launched == status.step_costs.plain and status.step_costs.prefill_s > 0
 
 
 async def test_a_server_that_stops_ends_running_streams() -> None:

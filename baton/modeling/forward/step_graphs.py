@@ -143,6 +143,8 @@ class StepGraphs:
         memory, raises one of the errors in OUT_OF_MEMORY. Blocks.
         """
         self._decoder, self._pages_LPS2GH = decoder, pages_LPS2GH
+        self.captures = captures
+        """True if steps replay CUDA graphs, and False if their kernels are launched one by one."""
         device, most_rows = pages_LPS2GH.device, max(sizes)
         num_bytes = input_bytes(most_rows, row_pages)
         self._home = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")

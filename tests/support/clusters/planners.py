@@ -59,7 +59,7 @@ def deciding_planner(speed: float = 1.0, *, max_ranks: int = 1, slower: float = 
     layer. The generation group prefills at `speed` times the speed of a rank. Its steps take 20 ms without prefill, and
     at most twice as long with prefill."""
     steps = StepTimes("by hand", "none", _SHAPE, WorkCost(0.02, 0.0, 0.0, 0.0))
-    return planner_of(_LINEAR.times(slower), max_ranks=max_ranks, steps=steps, local=LocalPrefill(speed, 2.0, 256))
+    return planner_of(_LINEAR.times(slower), max_ranks=max_ranks, steps=steps, local=LocalPrefill(speed, 256))
 
 
 def traffic_planner(hardware: str, max_ranks: int = 1) -> RecallingPlanner:

@@ -63,5 +63,5 @@ class OneByOne:
             return StepPlan(spans, decoding=Decoding(1, row.num_known))
         return StepPlan(spans, num_prefill_tokens=missing[slot])
 
-    def took(self, plan: StepPlan, seconds: float) -> None:
+    def took(self, plan: StepPlan, seconds: float, *, is_replayed: bool = False) -> None:
         """Ignore the step's duration."""

@@ -37,7 +37,7 @@ def decoding(
     """Run an engine whose sequences have their first output token. Its KV, with partial keys, holds all tokens before
     that token."""
     policy = partial(IndexedResidency, prepared=prepared(selection, decoder=decoder))
-    with harness(decoder=decoder, policy=policy, num_slots=num_slots, max_prefill_tokens_per_step=512) as made:
+    with harness(decoder=decoder, policy=policy, num_slots=num_slots, max_batched_tokens=512) as made:
         for each in prompts:
             made.submit(each, GREEDY)
         made.engine.step()

@@ -196,11 +196,11 @@ def harness(
     clock: Clock | None = None,
     num_slots: int = 4,
     max_slot_tokens: int = 128,
-    max_prefill_tokens_per_step: int = 16,
+    max_batched_tokens: int = 16,
     max_waiting: int = 8,
     limits: MemoryLimits = UNLIMITED,
     growth_tokens: int = 256,
-    max_step_stretch: float = math.inf,
+    step_budget_s: float = math.inf,
     policy: Policy = "device",
     copy: CopyTensor = copy_bytes,
     poison: bool = True,
@@ -226,8 +226,8 @@ def harness(
     residency = make_residency(shape, policy, copy, poison=poison, device=decoder.device)
     slots = SlotTable(KvMemory(residency, shape, limits, growth_tokens), clock, endpoint="127.0.0.1:1")
     config = EngineConfig(
-        *(*lengths, max_prefill_tokens_per_step, max_waiting),
-        max_step_stretch=max_step_stretch,
+        *(*lengths, max_batched_tokens, max_waiting),
+        step_budget_s=step_budget_s,
         speculation=configured(speculation),
         draft_tokens=draft_tokens,
         draft_keys=draft_keys,
@@ -239,7 +239,7 @@ def harness(
     model = ServedModel(decoder, letter_tokenizer(), drafting, cost)
     own: Speculation | None = make_speculation(model, slots, config, name=speculation, choosing=CHOOSING)
     drafts = own if speculator is None else speculator(slots, own)
-    scheduling_policy = scheduling_policy or ChunkedPrefillPolicy.of(config, decoder.config)
+    scheduling_policy = scheduling_policy or ChunkedPrefillPolicy.of(config, model)
     running = RunningRows(slots, scheduling_policy, drafts, None if saver is None else saver.give_up)
     decode_steps = make_device_steps(decoder, residency, config, clock)
     engine = GenerationEngine(model, running, config, decode_steps=decode_steps)

@@ -161,8 +161,8 @@ class PacedPolicy:
         self._steps.planned(plan, rows)
         return plan
 
-    def took(self, plan: StepPlan, seconds: float) -> None:
-        self._inner.took(plan, seconds)
+    def took(self, plan: StepPlan, seconds: float, *, is_replayed: bool = False) -> None:
+        self._inner.took(plan, seconds, is_replayed=is_replayed)
 
 
 class PacedStepDecoder(Decoder):

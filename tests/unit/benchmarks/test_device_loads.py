@@ -11,7 +11,7 @@ from deploy.machine.arrangement import _CUDA_STEP_TOKENS, _TOGETHER_STEPS
 
 
 def test_the_engine_steps_as_one_that_does_all_prefills() -> None:
-    assert _TOGETHER_STEPS | {"max_prefill_tokens_per_step": _CUDA_STEP_TOKENS} == TOGETHER
+    assert _TOGETHER_STEPS | {"max_batched_tokens": _CUDA_STEP_TOKENS} == TOGETHER
 
 
 @pytest.mark.parametrize(("most_rows", "shown_ms"), [(4, 30.0), (3, 20.0)])

@@ -37,6 +37,27 @@ def shared_bytes_of(device: torch.device) -> int | None:
     return int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
 
 
+def num_compiled(device: torch.device) -> int:
+    """Return the number of Triton kernels that this process has compiled since the first call of this function. Kernels
+    that are loaded from Triton's cache on the disk count too. 0 if the device is not a GPU, or Triton is not
+    installed."""
+    return _compilations()[0] if device.type == "cuda" and has_triton() else 0
+
+
+@functools.cache
+def _compilations() -> list[int]:
+    """Return a list with the number of compiled kernels, which Triton's hook increments from now on."""
+    import triton
+
+    count = [0]
+
+    def compiled(**details: Any) -> None:
+        count[0] += 1
+
+    triton.knobs.runtime.jit_post_compile_hook = compiled
+    return count
+
+
 def require_triton() -> None:
     """Import Triton. Raises ConfigError if it is not installed."""
     try:

@@ -34,11 +34,11 @@ FILTERED = dataclasses.replace(DRAWN, top_p=0.8, top_k=30, min_p=0.01, seed=4)
 BY_HOST = dataclasses.replace(FILTERED, repetition_penalty=1.3, logprobs=1, max_tokens=2)
 
 
-class CountedSteps:
-    """DecodeSteps that record the number of sequences of each step."""
+class CountedSteps(StepGraphs):
+    """StepGraphs that record the number of sequences of each step."""
 
     def __init__(self, steps: StepGraphs) -> None:
-        self.steps, self.num_rows = steps, list[int]()
+        self.steps, self.num_rows, self.captures = steps, list[int](), steps.captures
 
     def run(self, rows: Any) -> list[int]:
         self.num_rows.append(len(rows))
@@ -107,7 +107,7 @@ def check_preemption(device: Device | None = None) -> None:
     page_bytes = PAGE_TOKENS * cpu.layout.token_bytes
     limits = MemoryLimits(1 << 40, 3 * page_bytes)
     asked = [(63, DRAWN), (62, GREEDY)]
-    with engine_on(there, limits=limits, growth_tokens=1, max_prefill_tokens_per_step=64) as (made, num_rows):
+    with engine_on(there, limits=limits, growth_tokens=1, max_batched_tokens=64) as (made, num_rows):
         streams = [made.submit(prompt(length), params)[1] for length, params in asked]
         made.run()
         assert made.engine.status().num_preemptions == 1

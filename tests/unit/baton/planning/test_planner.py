@@ -241,7 +241,7 @@ def test_a_generation_group_s_prefill_is_a_rank_s_at_its_speed_between_steps() -
     alone_s = sum(planner.rank_s((TokenRange(0, 100),)))
     assert planner.local_s(TokenRange(0, 100), 0.0) == pytest.approx((alone_s / 2, 0.0))
     found = planner.local_s(TokenRange(0, 100), planner.step_s(3, 50))
-    assert found is not None and found[1] == pytest.approx((0.5 + 3) * 0.02)
+    assert found is not None and found[1] == pytest.approx((0.5 + 5) * 0.02)
     planner.observe_local(observed_s=3.0, predicted_s=1.0)
     assert planner.local_s(TokenRange(0, 100), 0.0) == pytest.approx((1.5 * alone_s, 0.0))
     assert planner.local_s(TokenRange(0, 100), planner.step_s(3, 50)) == pytest.approx((1.5 * alone_s, 3 * found[1]))
@@ -250,7 +250,7 @@ def test_a_generation_group_s_prefill_is_a_rank_s_at_its_speed_between_steps() -
 
 def local_planner() -> ChainPlanner:
     """A planner by nominal costs, which jobs correct."""
-    planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512, local=LocalPrefill(1.0, 2.0, 256))
+    planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512, local=LocalPrefill(1.0, 256))
     planner.use_steps(nominal_steps("smollm2-135m", "a core", SHAPE, cpu_rank(1, SHAPE.dtype_bytes)))
     return planner
 

@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -182,3 +182,21 @@ def test_tokens_of_a_round_follow_the_formula(acceptance: float, num_drafts: int
         accepted = itertools.takewhile(lambda _: chance.random() < acceptance, range(num_drafts))
         total += 1 + len(list(accepted))
     assert total / num_rounds == pytest.approx(expected, abs=4 * (num_drafts + 1) / num_rounds**0.5)
+
+
+def test_drafts_must_gain_more_than_a_step_that_launches_its_kernels_takes_longer() -> None:
+    """Without drafts, the step replays a graph and is shorter by a fixed time."""
+    rows = [[Option(1000, 0.9, 4, 0)]] * 4
+    launched, plain_s = plan_round(table(rows), COST), COST.plain_s(4, 1000)
+    assert launched.num_drafts_B.all()
+    gained = launched.num_tokens / 4
+    for is_worthwhile, factor in ((True, 1.05), (False, 0.95)):
+        replayed_s = factor * launched.verify_s / gained
+        replayed = replace(COST, step_s=COST.step_s - (plain_s - replayed_s))
+        for found in (
+            plan_round(table(rows), COST, None, replayed),
+            plan_at_rate(table(rows), COST, None, launched, replayed),
+        ):
+            assert bool(found.num_drafts_B.any()) == is_worthwhile
+            expected_s = launched.verify_s if is_worthwhile else replayed_s
+            assert found.verify_s == pytest.approx(expected_s, rel=0.01)

@@ -80,7 +80,7 @@ def test_a_window_is_the_first_keys_and_as_many_latest_as_others_choose(length: 
 @policies
 def test_longer_spans_attend_to_all(policy: Make) -> None:
     full = reference_ids(DECODER, prompt(61), replace(PARAMS, max_tokens=1))
-    with harness(decoder=DECODER, policy=policy(Selection(0.1, 0.01, 0, 1)), max_prefill_tokens_per_step=25) as made:
+    with harness(decoder=DECODER, policy=policy(Selection(0.1, 0.01, 0, 1)), max_batched_tokens=25) as made:
         assert made.answer(prompt(61), replace(PARAMS, max_tokens=1)).token_ids == full
 
 

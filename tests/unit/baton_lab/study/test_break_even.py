@@ -29,7 +29,7 @@ def over(link: LinkModel, *, speed: float = 1.0, kv_bytes: int = 0, max_ranks: i
     cost = CostModel(num_layers=10, linear_s=1e-4, pair_s=0.0, kv_bytes=kv_bytes, project_share=0.0, link=link)
     shape = ModelShape(num_layers=1, hidden=4, num_heads=1, num_kv_heads=1, head_dim=4, ffn=4, vocab=4)
     steps = StepTimes("by hand", "none", shape, WorkCost(0.02, 0.0, 0.0, 0.0))
-    return planner_of(cost, max_ranks=max_ranks, steps=steps, local=LocalPrefill(speed, 2.0, 256))
+    return planner_of(cost, max_ranks=max_ranks, steps=steps, local=LocalPrefill(speed, 256))
 
 
 def first(side: Side) -> float:
@@ -59,17 +59,17 @@ def test_engines_prefill_between_their_steps_and_lose_that_time() -> None:
     assert together.token_s == pytest.approx(token_s)
     assert together.num_rows == pytest.approx(num_rows)
     assert together.terms.prefill_s == pytest.approx(ALONE_S)
-    assert together.terms.steps_s == pytest.approx(num_rows * 5.5 * 0.02)
-    assert together.longest_step_s == pytest.approx(0.04)
-    assert together.prefill_load == pytest.approx(0.5 * (ALONE_S + num_rows * 0.11))
-    assert together.answer_s == pytest.approx(ALONE_S + num_rows * 0.11 + 10 * token_s)
+    assert together.terms.steps_s == pytest.approx(num_rows * 7.5 * 0.02)
+    assert together.longest_step_s == pytest.approx(0.02 + 0.16 * ALONE_S)
+    assert together.prefill_load == pytest.approx(0.5 * (ALONE_S + num_rows * 0.15))
+    assert together.answer_s == pytest.approx(ALONE_S + num_rows * 0.15 + 10 * token_s)
 
 
 def test_a_side_carries_a_rate_until_a_pool_is_full() -> None:
     even = BreakEven(deciding_planner(), ONE_OF_EACH)
     apart, together = even.capacities(DEMAND)
     assert apart == pytest.approx(1 / ALONE_S)
-    assert together == pytest.approx(2 / (ALONE_S + 0.11))  # beside rows, each prompt takes five steps and a half
+    assert together == pytest.approx(2 / (ALONE_S + 0.15))  # beside rows, each prompt takes seven steps and a half
     for rate, carried in ((together - 0.01, (True, True)), (together + 0.01, (True, False)), (12.0, (False, False))):
         assert tuple(side is not None for side in even.sides(replace(DEMAND, rate=rate))) == carried
     few_slots = BreakEven(deciding_planner(), replace(ONE_OF_EACH, num_slots=1))
@@ -97,9 +97,9 @@ def test_the_rate_from_which_on_undisturbed_prefill_pays() -> None:
     before, after, beyond = even.by_rate(DEMAND, first)
     assert (before.better, after.better, beyond.better) == ("together", "apart", "only apart")
     assert (beyond.last, beyond.first) == pytest.approx(even.capacities(DEMAND), rel=1e-3)
-    # With r requests a second, 30 ms and half a step in 0.2 r of the time are as long as five steps and a half in
+    # With r requests a second, 30 ms and half a step in 0.2 r of the time are as long as seven steps and a half in
     # r / 10 / (1 - r ALONE_S / 2) of the time.
-    a, b, c = -0.002 * ALONE_S / 2, 0.002 - 0.03 * ALONE_S / 2 - 0.011, 0.03
+    a, b, c = -0.002 * ALONE_S / 2, 0.002 - 0.03 * ALONE_S / 2 - 0.015, 0.03
     turn = (-b - math.sqrt(b * b - 4 * a * c)) / (2 * a)
     assert before.last == pytest.approx(turn, rel=1e-3) and after.first == pytest.approx(turn, rel=1e-3)
 

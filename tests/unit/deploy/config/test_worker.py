@@ -23,7 +23,7 @@ PLACE = WorkerPlace(model_folder=Path("model"), secret=SECRET.text)
 
 @pytest.mark.parametrize("role", ["prefill", "generate"])
 def test_a_workers_settings_survive_json(role: str) -> None:
-    cluster = WrittenConfig({"prefill": {"cores": [[0], [1, 2]]}, "generate": {"max_step_stretch": math.inf}}).config
+    cluster = WrittenConfig({"prefill": {"cores": [[0], [1, 2]]}, "generate": {"step_budget_s": math.inf}}).config
     worker = cluster.workers(f"{role}-0", PLACE)[0]
     assert from_json(WorkerConfig, to_json(worker)) == worker
     assert "\n" not in to_json(worker)

@@ -63,7 +63,7 @@ def test_workers_of_many_cores_have_their_own(model: ResolvedModel) -> None:
     assert why.startswith("8 cores: 1 chain of ")
     assert len(ranks) == config.prefill.num_ranks and len(engine[0]) == config.generate.num_threads
     assert sorted(core for each in (*ranks, *engine) for core in each) == list(range(8))
-    assert config.generate.mixed_step_s == 0, "a chain prefills: streams are not to wait for it"
+    assert config.generate.step_budget_s == 0, "a chain prefills: streams are not to wait for it"
 
 
 def test_memory_for_one_worker_is_an_engine_s(model: ResolvedModel) -> None:
@@ -95,13 +95,12 @@ def test_other_settings_stay_beside(model: ResolvedModel) -> None:
 def test_an_engine_that_prefills_alone_takes_longer_steps(model: ResolvedModel) -> None:
     keep(SCALING)
     chosen, _ = arranged({}, model, machine(2))
-    asked, why = arranged({"prefill": {"num_groups": 0}, "generate": {"mixed_step_s": 0.05}}, model, machine(2))
-    assert (chosen.generate.mixed_step_s, chosen.generate.max_prefill_tokens_per_step) == (0.3, 512)
-    assert (chosen.generate.max_step_stretch, chosen.generate.burst_step_s) == (3.0, 1.0)
-    assert (asked.generate.mixed_step_s, asked.generate.max_prefill_tokens_per_step) == (0.05, 512)
+    asked, why = arranged({"prefill": {"num_groups": 0}, "generate": {"step_budget_s": 0.05}}, model, machine(2))
+    assert (chosen.generate.step_budget_s, chosen.generate.max_batched_tokens) == (0.3, 512)
+    assert (asked.generate.step_budget_s, asked.generate.max_batched_tokens) == (0.05, 512)
     assert not why
     on_gpu, _ = arranged({"prefill": {"num_groups": 0}, "generate": {"device": "cuda"}}, model, machine(2))
-    assert (on_gpu.generate.mixed_step_s, on_gpu.generate.max_prefill_tokens_per_step) == (0.3, 2048)
+    assert (on_gpu.generate.step_budget_s, on_gpu.generate.max_batched_tokens) == (0.3, 2048)
 
 
 def test_a_bad_value_is_refused(model: ResolvedModel) -> None:

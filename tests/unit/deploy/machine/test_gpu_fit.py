@@ -64,7 +64,7 @@ def described(plan: ClusterPlan, here: Machine) -> str:
     findings = [check_devices(plan, here), check_memory(plan, here)]
     told = [f"  {finding.name}: {finding.verdict.value}, {finding.text}" for finding in findings]
     section = plan.config.generate
-    sizes = section.num_slots, section.max_slot_tokens, section.max_prefill_tokens_per_step
+    sizes = section.num_slots, section.max_slot_tokens, section.max_batched_tokens
     return "\n".join([f"  {plan.why or 'as configured'}", f"  slots, tokens, prefill tokens: {sizes}", *told])
 
 

@@ -162,9 +162,7 @@ def test_the_models_context_limits_requests_too() -> None:
         made.submit(prompt(5), dataclasses.replace(LONG, max_tokens=600))
 
 
-@pytest.mark.parametrize(
-    "name", ["num_slots", "max_slot_tokens", "max_prefill_tokens_per_step", "max_waiting", "growth_tokens"]
-)
+@pytest.mark.parametrize("name", ["num_slots", "max_slot_tokens", "max_batched_tokens", "max_waiting", "growth_tokens"])
 def test_config_names_the_bad_field(name: str) -> None:
     fields: dict[str, Any] = {name: 0}
     with pytest.raises(ConfigError, match=f"{name} = 0"):

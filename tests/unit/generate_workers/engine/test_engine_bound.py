@@ -15,8 +15,8 @@ STREAM = SamplingParams(max_tokens=90, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
-@pytest.mark.parametrize(("stretch", "most_s"), [(3.0, 0.040), (float("inf"), 0.075)])
-def test_a_prompt_delays_running_rows_by_its_bound(stretch: float, most_s: float) -> None:
+@pytest.mark.parametrize(("budget_s", "most_s"), [(0.0, 0.027), (float("inf"), 0.075)])
+def test_a_prompt_delays_running_rows_by_its_bound(budget_s: float, most_s: float) -> None:
     clock = ManualClock(start_s=100.0)
 
     def take_time(token_ids: Sequence[int], spans: Sequence[SequenceSpan]) -> None:
@@ -26,7 +26,7 @@ def test_a_prompt_delays_running_rows_by_its_bound(stretch: float, most_s: float
 
     decoder = WatchedDecoder(eos_decoder(), take_time)
     with harness(
-        decoder=decoder, clock=clock, max_slot_tokens=400, max_prefill_tokens_per_step=64, max_step_stretch=stretch
+        decoder=decoder, clock=clock, max_slot_tokens=400, max_batched_tokens=64, step_budget_s=budget_s
     ) as made:
         _, stream = made.submit(prompt(20), STREAM)
         for _ in range(8):

@@ -34,7 +34,7 @@ def names(*requests: tuple[int, Sequence[int]]) -> tuple[bytes, ...]:
 @pytest.mark.parametrize("num_given", [0, 3])
 def test_a_request_is_named_while_its_first_tokens_are_computed(num_given: int) -> None:
     params = SamplingParams(max_tokens=12, ignore_eos=True)
-    with harness(max_prefill_tokens_per_step=16) as made:
+    with harness(max_batched_tokens=16) as made:
         noted = Noted(made.engine)
         ids, given = prompt(20), prompt(num_given)
         made.answer(ids, params, given)
@@ -44,7 +44,7 @@ def test_a_request_is_named_while_its_first_tokens_are_computed(num_given: int) 
 
 
 def test_only_requests_of_the_step_are_named_and_ended_ones_never() -> None:
-    with harness(num_slots=3, max_prefill_tokens_per_step=16) as made:
+    with harness(num_slots=3, max_batched_tokens=16) as made:
         noted = Noted(made.engine)
         first, second = prompt(16), prompt(10, 1)
         made.submit(first, SamplingParams(max_tokens=1))

@@ -119,7 +119,7 @@ def test_prompt_scores_are_given_once_though_the_prompt_was_prefilled_twice() ->
     params = dataclasses.replace(LONG, prompt_logprobs=2)
     with harness(decoder=DECODER) as made:
         expected = made.answer(prompt(60), params).events[0].prompt
-    with harness(decoder=DECODER, limits=limit(128, 1), growth_tokens=1, max_prefill_tokens_per_step=8) as made:
+    with harness(decoder=DECODER, limits=limit(128, 1), growth_tokens=1, max_batched_tokens=8) as made:
         made.submit(prompt(62), dataclasses.replace(LONG, max_tokens=30))
         scored = made.submit(prompt(60), params)[1]
         made.run()

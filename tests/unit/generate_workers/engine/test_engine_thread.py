@@ -116,7 +116,7 @@ def test_a_broken_engine_ends_every_stream_and_says_so() -> None:
 
 
 def test_status_counts_steps_rows_and_streams() -> None:
-    with harness(num_slots=1, max_prefill_tokens_per_step=16) as made:
+    with harness(num_slots=1, max_batched_tokens=16) as made:
         made.submit(prompt(20), SHORT)
         made.submit(prompt(5), SHORT)
         made.engine.step()

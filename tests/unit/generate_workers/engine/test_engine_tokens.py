@@ -39,7 +39,7 @@ def test_ragged_rows_of_one_batch_equal_each_alone(params: SamplingParams) -> No
 
 @pytest.mark.parametrize("budget", [1, 3, 7, 64])
 def test_prefill_in_chunks_equals_whole_prefill(budget: int) -> None:
-    with harness(max_prefill_tokens_per_step=budget) as made:
+    with harness(max_batched_tokens=budget) as made:
         assert made.answer(prompt(37), SAMPLED).token_ids == reference_ids(made.decoder, prompt(37), SAMPLED)
 
 
@@ -141,7 +141,7 @@ def test_a_resumed_stream_goes_on_from_pushed_kv() -> None:
 
 
 def test_a_sliding_window_is_honoured_in_chunks_and_steps() -> None:
-    with harness(decoder=random_decoder(window=8), max_prefill_tokens_per_step=5) as made:
+    with harness(decoder=random_decoder(window=8), max_batched_tokens=5) as made:
         assert made.answer(prompt(30), GREEDY).token_ids == reference_ids(made.decoder, prompt(30), GREEDY)
 
 

@@ -112,7 +112,7 @@ def test_damaged_kv_that_was_pushed_ends_its_sequence_alone(device: str) -> None
 @pytest.mark.parametrize("chunk", [4, 64])
 def test_prompt_without_finite_scores_ends_its_sequence_alone(chunk: int) -> None:
     params = replace(GREEDY, prompt_logprobs=1)
-    with harness(decoder=damaged(), max_prefill_tokens_per_step=chunk) as made:
+    with harness(decoder=damaged(), max_batched_tokens=chunk) as made:
         broken = made.submit((*prompt(8), DAMAGED, *prompt(8)), params)[1]
         sound = made.submit(prompt(9), params)[1]
         made.run()

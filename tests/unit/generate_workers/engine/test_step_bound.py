@@ -37,8 +37,7 @@ def taught(max_stretch: float = 1.5, mixed_step_s: float = 0.0, burst_step_s: fl
 
 def test_nothing_is_known_at_first() -> None:
     bound = StepBound(1.5)
-    assert bound.decode_s(Decoding(3, 300)) is None
-    assert bound.prefill_s(10) is None
+    assert bound.expected_s(Decoding(3, 300), 10) == 0
     assert bound.max_work(Decoding(3, 300)) == 0
     assert bound.max_work(Decoding(0, 0)) == math.inf
 
@@ -145,20 +144,29 @@ def test_the_rate_follows_the_engine() -> None:
     bound, decoding = taught(), Decoding(4, 1200)
     for _ in range(60):
         bound.observe(decoding, 10, step_s(decoding, 30))  # prefill has become three times as slow
-    assert bound.prefill_s(10) == pytest.approx(30 * RATE_S, rel=0.05)
+    assert 10 * bound.cost.prefill_s == pytest.approx(30 * RATE_S, rel=0.05)
 
 
-def test_a_step_that_did_both_teaches_where_nothing_else_did() -> None:
+def test_decoding_is_measured_after_the_first_step_that_did_both() -> None:
     bound, decoding = StepBound(1.5), Decoding(4, 1200)
-    bound.observe(Decoding(0, 0), 256, step_s(Decoding(0, 0), 256))
+    assert not bound.is_to_decode_alone(decoding)
     bound.observe(decoding, 4, step_s(decoding, 4))
+    assert bound.is_to_decode_alone(decoding)
+    bound.observe(decoding, 0, step_s(decoding, 0))
     assert bound.decode_s(decoding) == pytest.approx(step_s(decoding, 0))
+    assert not bound.is_to_decode_alone(decoding)
 
 
-def test_a_time_of_nothing_teaches_nothing() -> None:
-    bound = StepBound(1.5)
-    bound.observe(Decoding(1, 10), 0, 0.0)
-    assert bound.decode_s(Decoding(1, 10)) is None
+@pytest.mark.parametrize("budget_s", [0.0, 0.01, 1.0, math.inf])
+def test_the_budget_means_one_of_two_presets(budget_s: float) -> None:
+    """Without a budget, half a decode step of prefill; with one, two decode steps or the budget, and a second more."""
+    bound, decoding = StepBound.of(budget_s, taught().cost), Decoding(8, 4000)
+    decode_s = step_s(decoding, 0)
+    expected_s = {0.0: 0.5 * decode_s, 0.01: 2 * decode_s, 1.0: 1.0 - decode_s}.get(budget_s, math.inf)
+    assert bound.max_work(decoding) * RATE_S == pytest.approx(expected_s)
+    bursts = 0 < budget_s < math.inf
+    assert bound.max_work(decoding, waiting=0.99 / RATE_S) == (math.inf if bursts else bound.max_work(decoding))
+    assert bound.may_burst(replace(decoding, is_streaming=False)) == bursts
 
 
 @given(start=st.integers(0, 8000), most=st.floats(0, 1e4), pair_work=st.floats(0, 0.1))
@@ -278,12 +286,12 @@ def test_steps_of_a_draft_model_are_not_taken_for_steps_of_the_model() -> None:
     """Their predicted seconds are added, however many drafts the rounds had from which decoding was learnt."""
     bound, draft_step_s = StepBound(1.5), 0.2 * BASE_S
     for num_rows, context, num_drafts in ((1, 100, 0), (2, 900, 3), (4, 300, 5), (8, 500, 0), (8, 1500, 2)):
-        decoding = Decoding(num_rows, num_rows * context, draft_model_s=num_drafts * draft_step_s)
-        bound.observe(decoding, 0, step_s(decoding, 0) + decoding.draft_model_s)
+        decoding = Decoding(num_rows, num_rows * context, draft_s=num_drafts * draft_step_s)
+        bound.observe(decoding, 0, step_s(decoding, 0) + decoding.draft_s)
     bound.observe(Decoding(0, 0), 256, step_s(Decoding(0, 0), 256))
     plain = Decoding(6, 6 * 800)
     assert bound.decode_s(plain) == pytest.approx(step_s(plain, 0))
-    drafting = replace(plain, draft_model_s=8 * draft_step_s)
+    drafting = replace(plain, draft_s=8 * draft_step_s)
     assert bound.decode_s(drafting) == pytest.approx(step_s(plain, 0) + 8 * draft_step_s)
     latest_s = step_s(plain, 0) + 2 * draft_step_s  # the next round is expected to be as the latest
     assert bound.max_work(plain) == pytest.approx(0.5 * latest_s / RATE_S)

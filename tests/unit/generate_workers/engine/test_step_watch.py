@@ -148,4 +148,3 @@ def test_plan_expects_what_the_latest_steps_took() -> None:
     bound.observe(Decoding(2, 100), 30.0, 0.5)
     assert bound.expected_s(Decoding(2, 100), 0.0) == pytest.approx(0.2)
     assert bound.expected_s(Decoding(2, 100), 30.0) == pytest.approx(0.5)
-    assert bound.expected_s(Decoding(3, 100), 30.0) == pytest.approx(0.3)

@@ -203,7 +203,7 @@ def test_bytes_over_the_link_are_those_of_the_formula() -> None:
         copied.append(source.nbytes)
         copy_bytes(to, source)
 
-    with harness(decoder=DECODER, policy="host", copy=counted, max_prefill_tokens_per_step=64) as made:
+    with harness(decoder=DECODER, policy="host", copy=counted, max_batched_tokens=64) as made:
         for length in LENGTHS:
             made.submit(prompt(length), PARAMS)
         made.engine.step()  # 64 tokens of prefill: not all of them yet

@@ -40,7 +40,7 @@ def test_memory_comes_back_and_is_what_the_operating_system_says(policy: str, nu
         policy=policy,
         num_slots=NUM_SLOTS,
         max_slot_tokens=MAX_PROMPT + MAX_OUTPUT,
-        max_prefill_tokens_per_step=64,
+        max_batched_tokens=64,
         max_waiting=24,
         limits=MemoryLimits(LIMIT),
         growth_tokens=16,

@@ -84,7 +84,7 @@ def outputs(speculation: SpeculationName, acceptance: AcceptanceName) -> tuple[l
         num_slots=NUM_SLOTS,
         max_slot_tokens=32,
         max_waiting=NUM_STREAMS,
-        max_prefill_tokens_per_step=NUM_SLOTS * len(IDS),
+        max_batched_tokens=NUM_SLOTS * len(IDS),
         speculation=speculation,
         acceptance=acceptance,
         draft_keys=6,

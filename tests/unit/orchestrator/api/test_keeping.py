@@ -1,6 +1,5 @@
 """What the supervisor and the orchestrator tell each other arrives as it was: views, orders, and what predicts."""
 
-import math
 from pathlib import Path
 
 import pytest
@@ -58,7 +57,7 @@ def test_a_planner_arrives_with_its_knots_and_predicts_alike() -> None:
     shape, rates = SHAPES["smollm2-135m"], cpu_rank(1, 2)
     steps = nominal_steps("m", "here", shape, rates, weight_bytes=None)
     calibration = nominal("m", "here", shape, rates)
-    local = LocalPrefill(2.0, math.inf, 64, mixed_step_s=0.25)
+    local = LocalPrefill(2.0, 64, step_budget_s=0.25)
     sent = ChainPlanner(calibration, max_ranks=3, max_tokens=300, steps=steps, local=local)
     message = pb.Predictions.FromString(predictions_to_proto(sent, Path("/kept/it.json")).SerializeToString())
     assert message.calibration_path == "/kept/it.json"

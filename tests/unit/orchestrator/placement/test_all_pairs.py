@@ -59,7 +59,7 @@ def planner(bandwidth: float, local: LocalPrefill | None) -> ChainPlanner:
     return planner_of(cost, max_ranks=4, max_tokens=256, steps=STEPS, local=local)
 
 
-PLANNERS = [(speed, local) for speed in (2e7, 4.7e5, 2.9e5) for local in (None, LocalPrefill(0.61, 1.9, 64))]
+PLANNERS = [(speed, local) for speed in (2e7, 4.7e5, 2.9e5) for local in (None, LocalPrefill(0.61, 64))]
 
 
 @dataclass

@@ -42,7 +42,7 @@ def alone_s(num_tokens: int) -> float:
 
 def planner(bandwidth: float = 1e7) -> ChainPlanner:
     cost = CostModel(10, linear_s=1e-4, pair_s=0.0, kv_bytes=100, project_share=0.0, link=LinkModel(0.001, bandwidth))
-    return planner_of(cost, max_ranks=1, steps=deciding_planner().steps, local=LocalPrefill(1.0, 2.0, 256))
+    return planner_of(cost, max_ranks=1, steps=deciding_planner().steps, local=LocalPrefill(1.0, 256))
 
 
 def request(params: SamplingParams = PARAMS) -> RequestRecord:

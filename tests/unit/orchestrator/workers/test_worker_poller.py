@@ -9,6 +9,8 @@ import pytest
 
 from baton.calls.cluster_state import GenerationStatus
 from baton.errors import UnavailableError
+from baton.planning.step_cost import LearntCosts
+from baton.planning.work_cost import WorkCost
 from baton.process.clock import SystemClock
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, GenerationGroup
@@ -172,3 +174,31 @@ async def test_a_failure_that_nobody_foresaw_ends_no_polling(caplog: pytest.LogC
         await counting
     await clients.prune(())
     assert "Too many open files" in caplog.text
+
+
+class ReportingClients(LeakyClients):
+    """Connections to a worker that reports costs of its steps."""
+
+    async def generation_status(self, timeout_s: float) -> GenerationStatus:
+        status = await super().generation_status(timeout_s)
+        status.kv.num_bytes = status.kv.num_bytes_free = 10
+        status.step_costs.plain.step_s, status.step_costs.launched.pair_s = 0.5, 0.25
+        status.step_costs.prefill_s, status.step_costs.num_steps = 0.125, 7
+        return status
+
+
+async def test_costs_that_a_group_reports_are_kept_while_it_answers_and_exists() -> None:
+    members, clients = members_with(), ReportingClients(SECRET)
+    poller = WorkerPoller(members, clients, ManualClock())
+    costs = LearntCosts(WorkCost(0.5, 0.0, 0.0, 0.0), WorkCost(0.0, 0.0, 0.0, 0.25), 0.125, 7)
+    await poller.ask()
+    assert (members.step_costs, members.num_bytes_free) == ({"group": costs}, {"group": 10})
+    clients.answers = False
+    await poller.ask()
+    assert not members.step_costs and not members.num_bytes_free
+    clients.answers = True
+    await poller.ask()
+    assert members.step_costs == {"group": costs}
+    members.update(ClusterView())
+    await poller.ask()
+    assert not members.step_costs and not members.num_bytes_free

@@ -1,0 +1,229 @@
+"""Cost of a generation engine's steps, learnt from the durations of its steps. There is one StepCost per engine. The
+scheduling policy and the planner of drafts read it, and heartbeats report it.
+
+A step lasts
+
+    cost of decoding, of verifying drafts, or of draft steps     one WorkCost (`baton.planning.work_cost`)
+    + prefill work * rate                                        the unit of work is the FLOPs of one token
+
+There are two costs of decoding: one for steps that replay a CUDA graph, and one for steps whose kernels are launched
+one by one. Steps that prefill or verify drafts are launched. Both start with the cost that `baton calibrate --generate`
+has measured, or with a nominal one. A launched step lasts at least as long as its launches. If the engine replays no
+graphs, all its steps have the cost of launched steps.
+
+Costs of decoding are fitted to the latest steps of each kind that did not prefill. How the time of a step that also
+prefills divides is not known, so such a step only adjusts the rate of prefill. If three steps in a row deviate in the
+same direction from their predictions, the engine has become slower or faster. The times of earlier steps are then
+scaled, and have a small weight. Some steps are not learnt from: those in which a kernel was compiled, and a single step
+that takes several times as long as predicted.
+
+Shape suffixes: R kept steps, C columns of a StepWork, L lines (kinds of steps with separate costs).
+
+Owned by the engine's thread. Any thread may read the costs. Does not read a clock.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from baton.planning.fit import fit_columns
+from baton.planning.work_cost import StepWork, WorkCost
+
+_KEPT_STEPS = 4
+"""Number of latest steps that are kept for each kind of step. Steps of one kind have nearly the same amount of work."""
+_KEPT_KINDS = 48
+_NEW_STEPS = 8
+"""Number of observed steps after which costs are fitted again."""
+_SOON_STEPS = 3
+"""Number of observed steps after which costs are fitted again if the latest steps are of a new kind, or deviate from
+their predictions."""
+_DRIFT = 1.15
+"""Ratio of measured to predicted seconds, or its inverse, from which a step deviates."""
+_OLD_WEIGHT = 0.2
+"""Weight in the fit of steps that ran before the engine became slower or faster. Later steps have the weight 1. The
+seconds of the earlier steps are multiplied by the ratio by which the engine has changed."""
+_STALL = 4.0
+"""Ratio of measured to predicted seconds above which a step is not learnt from, unless there was another such step
+among the `_STALL_STEPS` steps before it."""
+_STALL_STEPS = 16
+_GAIN = 0.4
+"""Fraction of its deviation by which a step that prefilled adjusts the rate of prefill."""
+_MOST_CHANGE = 0.2
+"""Maximum relative change of the rate of prefill by one step."""
+_LEAST_SHARE = 1 / 3
+"""Minimum of the fraction of a step's time that its deviation is attributed to, if the step prefilled. If prefill takes
+a smaller fraction, noise in the time of decoding would dominate."""
+_FIRST_STEPS = 3
+"""Number of first steps with prefill that replace the rate of prefill if they took more than `_FAR` times as long as
+predicted, or less than 1 / `_FAR` times."""
+_FAR = 2.0
+_LEAST_PREFILL = 0.05
+"""Minimum cost of prefill as a fraction of a step's time, if the cost is the step's time minus that of decoding. It
+keeps the rate of prefill above zero, because later adjustments by a factor could not change a rate of zero."""
+_PRIOR_WORKS = np.array(
+    [[1, 1, 500, 0], [1, 1, 8000, 0], [1, 16, 8000, 0], [1, 64, 8000, 0], [1, 64, 64000, 0], [1, 16, 8000, 24000.0]]
+)
+"""Columns of steps that are added to each fit with the seconds of the start value, scaled to the measured steps. They
+decide how the time divides where measured steps do not, for example if all of them have the same batch size."""
+_PRIOR_WEIGHT = 0.02
+_TINY_S = 1e-12
+_REPLAYED, _LAUNCHED = 0, 1
+UNKNOWN = WorkCost(0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class LearntCosts:
+    """Costs that an engine has learnt from its steps."""
+
+    plain: WorkCost
+    """Cost of steps that decode one token of each sequence, and do nothing else."""
+    launched: WorkCost
+    """Cost of the decoding part of steps that also prefill or verify drafts. It differs from `plain` if plain steps
+    replay CUDA graphs."""
+    prefill_s: float
+    """Seconds per unit of prefill work. The unit is the FLOPs of one token without attention."""
+    num_steps: int
+    """Number of observed steps. 0 if all costs are start values."""
+
+
+class StepCost:
+    """Estimate of the cost of an engine's steps, which is updated by observed steps."""
+
+    def __init__(
+        self,
+        cost: WorkCost = UNKNOWN,
+        prefill_s: float = 0.0,
+        launch_s: float = 0.0,
+        num_compiled: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Create an estimate. It starts with `cost`, and with `prefill_s` seconds per unit of prefill work. Values of 0
+        mean that nothing is known. `launch_s`: minimum seconds of a step whose kernels are launched one by one; 0 on a
+        CPU. `num_compiled` returns the number of kernels compiled so far. A step during which it rises is ignored."""
+        self.replays = False
+        """True if plain decode steps replay CUDA graphs. The engine sets it before its first step."""
+        self.prefill_s = prefill_s
+        """Seconds per unit of prefill work."""
+        self.is_decode_due = False
+        """True if the time of decoding should be measured, because a step took less than decoding alone was predicted
+        to take, although it also prefilled."""
+        self._costs = [cost, replace(cost, step_s=max(cost.step_s, launch_s))]
+        self._starts_LC = np.array([list(vars(each).values()) for each in self._costs])
+        self._launch_s = launch_s
+        self._num_compiled = num_compiled
+        self._num_seen_compiled = num_compiled()
+        self._num_steps = self._num_prefills = 0
+        self._stalled_at = -_STALL_STEPS
+        """Number of the latest step that took more than `_STALL` times as long as predicted."""
+        self._rows: dict[tuple[int, ...], int] = {}
+        """Row of the next step of each kind in the arrays. The kind of the latest step is the last."""
+        num_rows = _KEPT_KINDS * _KEPT_STEPS
+        self._columns_RC = np.zeros((num_rows, 4))
+        self._seconds_R = np.zeros(num_rows)
+        """Measured seconds of each kept step. 0: the row is not used."""
+        self._line_R, self._number_R = np.zeros((2, num_rows), np.int64)
+        """Line (`_REPLAYED` or `_LAUNCHED`) and number of each kept step."""
+        self._num_new = [0, 0]
+        """Number of steps since the latest fit of each line."""
+        self._fitted: list[set[tuple[int, ...]]] = [set(), set()]
+        """Kinds of steps of which the latest fit of each line had some."""
+        self._ratios: list[dict[int, float]] = [{}, {}]
+        """Ratios of measured to predicted seconds since the latest fit of each line, by number of the step. Only steps
+        of kinds in `_fitted` show whether the engine has become slower or faster."""
+        self._is_fit_due = [True, True]
+        self._same_since = [0, 0]
+        """Number of the first step of each line since the engine became slower or faster."""
+
+    @property
+    def plain(self) -> WorkCost:
+        """Cost of a step that only decodes, without drafts."""
+        return self._costs[_REPLAYED if self.replays else _LAUNCHED]
+
+    @property
+    def launched(self) -> WorkCost:
+        """Cost of draft steps, and of the decoding part of steps that prefill or verify drafts."""
+        return self._costs[_LAUNCHED]
+
+    @property
+    def learnt(self) -> LearntCosts:
+        """Current costs, as an immutable value."""
+        return LearntCosts(self.plain, self.launched, self.prefill_s, self._num_steps)
+
+    def observe(self, work: StepWork, prefill_work: float, seconds: float, *, is_replayed: bool = False) -> None:
+        """Record a step that took `seconds`. `work` is the work of decoding, of verifying drafts, or of draft steps.
+        `prefill_work` is the work of prefill in the same step; 0 if it did not prefill. `is_replayed`: the step
+        replayed a CUDA graph."""
+        num_compiled, self._num_seen_compiled = self._num_seen_compiled, self._num_compiled()
+        if seconds <= 0 or num_compiled != self._num_seen_compiled:
+            return
+        self._num_steps += 1
+        line = _REPLAYED if is_replayed else _LAUNCHED
+        decode_s, prefill_s = self._costs[line].seconds(work), prefill_work * self.prefill_s
+        predicted_s = max(decode_s + prefill_s, self._launch_s if line == _LAUNCHED else 0.0, _TINY_S)
+        ratio = seconds / predicted_s
+        is_known = self._num_prefills if prefill_work else self._same_since[line]
+        if ratio > _STALL and is_known:
+            before, self._stalled_at = self._stalled_at, self._num_steps
+            if self._num_steps - before > _STALL_STEPS:
+                return
+        if not prefill_work:
+            self.is_decode_due = False
+            self._keep(line, work, seconds, ratio)
+            return
+        self._num_prefills += 1
+        self.is_decode_due = seconds * _DRIFT < decode_s
+        if self.is_decode_due:
+            return  # nothing is left for prefill
+        is_far = not 1 / _FAR < ratio < _FAR and self._num_prefills <= _FIRST_STEPS
+        if is_far or not self.prefill_s:
+            self.prefill_s = max(seconds - decode_s, _LEAST_PREFILL * seconds) / prefill_work
+        elif prefill_s > self._launch_s / 2 or ratio > _FAR:  # otherwise launching kernels takes most of the time
+            change = _GAIN * (ratio - 1) / max(prefill_s / predicted_s, _LEAST_SHARE)
+            self.prefill_s *= 1 + min(max(change, -_MOST_CHANGE), _MOST_CHANGE)
+
+    def _keep(self, line: int, work: StepWork, seconds: float, ratio: float) -> None:
+        """Keep a step without prefill, and fit the costs again if they are due."""
+        kind = (line, work.num_steps, work.num_tokens, (work.num_keys**2).bit_length(), _queries(work))
+        row = self._rows.pop(kind, None)
+        if row is None:
+            self._is_fit_due[line] = True
+            row = len(self._rows) * _KEPT_STEPS
+            if len(self._rows) == _KEPT_KINDS:
+                row = self._rows.pop(next(iter(self._rows))) // _KEPT_STEPS * _KEPT_STEPS
+                self._seconds_R[row : row + _KEPT_STEPS] = 0.0
+        self._columns_RC[row], self._seconds_R[row] = work.columns, seconds
+        self._line_R[row], self._number_R[row] = line, self._num_steps
+        self._rows[kind] = row + 1 if (row + 1) % _KEPT_STEPS else row + 1 - _KEPT_STEPS
+        self._num_new[line] += 1
+        ratios, is_first = self._ratios[line], not self._same_since[line]
+        if is_first:
+            self._same_since[line] = self._num_steps
+        elif kind in self._fitted[line]:
+            ratios[self._num_steps] = ratio
+            latest = list(ratios.values())[-_SOON_STEPS:]
+            if len(latest) == _SOON_STEPS and (min(latest) > _DRIFT or max(latest) < 1 / _DRIFT):
+                self._same_since[line] = since = list(ratios)[-_SOON_STEPS]
+                self._seconds_R[(self._line_R == line) & (self._number_R < since)] *= sorted(latest)[_SOON_STEPS // 2]
+                self._is_fit_due[line] = True
+        if is_first or self._num_new[line] >= (_SOON_STEPS if self._is_fit_due[line] else _NEW_STEPS):
+            self._fit(line)
+
+    def _fit(self, line: int) -> None:
+        """Fit the cost of a line to its kept steps."""
+        self._ratios[line].clear()
+        self._is_fit_due[line], self._num_new[line] = False, 0
+        self._fitted[line] = set(self._rows)
+        rows = ((self._line_R == line) & (self._seconds_R > 0)).nonzero()[0]
+        weights = np.where(self._number_R[rows] < self._same_since[line], _OLD_WEIGHT, 1.0)
+        columns, seconds, start_C = self._columns_RC[rows], self._seconds_R[rows], self._starts_LC[line]
+        if start_C.all():
+            scale = float(np.median(seconds / (columns @ start_C)))
+            columns = np.concatenate((columns, _PRIOR_WORKS))
+            seconds = np.concatenate((seconds, scale * (_PRIOR_WORKS @ start_C)))
+            weights = np.concatenate((weights, np.full(len(_PRIOR_WORKS), _PRIOR_WEIGHT)))
+        self._costs[line], _ = fit_columns(columns, seconds, self._costs[line], weights)
+
+
+def _queries(work: StepWork) -> int:
+    """Return the mean number of queries with which each key is compared, rounded."""
+    return round(work.num_pairs / work.num_keys) if work.num_keys else 0
