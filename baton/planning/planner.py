@@ -3,7 +3,7 @@ of generation steps.
 
 A running cluster takes all predictions from the planner: to choose the partition and the number of ranks of a chain, to
 order jobs, and to detect stalled chains. Measured costs are used unchanged. Nominal costs are corrected by the observed
-durations of finished jobs (`baton.planning.pace`). The observations are lost when the orchestrator restarts.
+durations of finished jobs (`baton.planning.prefill_costs`). The observations are lost when the orchestrator restarts.
 
 Partitions are interpolated between knots, as KVR-P in KV-Runahead (ICML 2024, section 4.2). Knots are partitions that
 are searched when the planner is created; see docs/kv_runahead.md.
@@ -23,11 +23,12 @@ from baton.planning.calibration import Calibration, nominal
 from baton.planning.chain.partition import as_ranges, check_partition_request
 from baton.planning.chain.partition_table import PartitionTable, build_table
 from baton.planning.chain.search import analytic_seed, tapered
-from baton.planning.chain.wavefront import chain_ttft, rank_seconds, work_of
+from baton.planning.chain.wavefront import chain_ttft, work_of
 from baton.planning.cost_model import BATON, CostModel
 from baton.planning.device_profile import DeviceProfile
 from baton.planning.local_prefill import LocalPrefill
 from baton.planning.pace import Pace
+from baton.planning.prefill_costs import PrefillCosts, ranks_s
 from baton.planning.step_times import StepTimes, nominal_steps
 from baton.results.prefill_trace import RankTiming
 from baton.types import TokenRange
@@ -40,9 +41,6 @@ _CLOSE_RANKS = 4
 twice the context length of the previous knot. Interpolation between such knots costs 1 or 2 % of speed. For more ranks,
 each knot has four times the context length of the previous knot."""
 _LEAST_KNOT = 16
-_BELIEVED_S = 0.5
-"""Nominal duration in seconds of the assumed job in a new Pace object, which corrects predictions by observed jobs. The
-assumed job took exactly as long as predicted. An observed job with a longer prediction has more weight."""
 _FETCH_S = 0.004
 """Nominal fixed time in seconds of fetching cached KV: two calls, a connection, and opening files. Latency of the link
 and transfer of bytes are not included."""
@@ -180,11 +178,8 @@ class ChainPlanner:
             self._push_pace.note(max(tail_ns, 0) / 1e9, self._push_s(num_bytes, run_ns / 1e9))
         if basis.calibration.is_measured:
             return
-        nominal = basis.calibration.cost
-        self._pace.observe(group, ranks, lambda chunks: self._rank_s(chunks, nominal))
-        cost = nominal.times(self._pace.factor)
-        fixed_s = cost.fixed_s + self._pace.fixed_s / cost.num_layers
-        self._basis = replace(basis, cost=replace(cost, fixed_s=fixed_s))
+        self._rank_costs.observe(group, ranks)
+        self._basis = replace(basis, cost=self._rank_costs.cost)
 
     def chunks(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
         """Partition `tokens` into consecutive, non-empty ranges, one for each rank in rank order. Tokens before
@@ -221,7 +216,8 @@ class ChainPlanner:
     def rank_s(self, chunks: Sequence[TokenRange]) -> tuple[float, ...]:
         """Return the predicted compute time in seconds of each rank for all layers. Waits and other costs of a request
         are not included."""
-        return self._rank_s(chunks, self.cost)
+        _lengths(chunks)
+        return ranks_s(chunks, self.cost)
 
     def step_s(self, batch: float, context: float) -> float:
         """Return the predicted duration in seconds of a generation step with `batch` sequences of `context` tokens on
@@ -247,11 +243,12 @@ class ChainPlanner:
 
     def alone_s(self, tokens: TokenRange) -> float | None:
         """Return the predicted time in seconds in which a generation group computes `tokens` itself while no other
-        sequences run. Tokens before `tokens.start` are cached. The result is not scaled by `local_factor`. Returns None
-        if `local` is None."""
+        sequences run. Tokens before `tokens.start` are cached. The costs follow from the durations that `observe_local`
+        has recorded; before the first record, they are those of a prefill rank. Returns None if `local` is None."""
         if self.local is None:
             return None
-        return sum(self._rank_s((tokens,), self._basis.calibration.cost)) / self.local.speed
+        costs = self._local_costs.cost if len(self._local_costs) else self.cost
+        return sum(ranks_s((tokens,), costs)) / self.local.speed
 
     def local_s(self, tokens: TokenRange, step_s: float, alone_s: float | None = None) -> tuple[float, float] | None:
         """Return two predicted durations in seconds of a local prefill, in which a generation group computes `tokens`
@@ -261,32 +258,26 @@ class ChainPlanner:
         other sequences. The prompt has to wait for these steps.
 
         Tokens before `tokens.start` are cached. `step_s` is the predicted duration of a decode step of the other
-        sequences; 0 if there are none. Both results are multiplied by `local_factor`, and an observed fixed time is
-        added to the first. `alone_s` is the result of the method `alone_s` for the same tokens; pass it if it is known,
-        because computing it takes most of the time of this call. Returns None if `local` or `steps` is None.
+        sequences; 0 if there are none. `alone_s` is the result of the method `alone_s` for the same tokens; pass it if
+        it is known, because computing it takes most of the time of this call. Returns None if `local` or `steps` is
+        None.
         """
         prefill_s = self.alone_s(tokens) if alone_s is None else alone_s
         if self.local is None or self.steps is None or prefill_s is None:
             return None
-        pace = self._known_local_pace
-        return pace.fixed_s + pace.factor * prefill_s, pace.factor * self.local.steps_s(prefill_s, len(tokens), step_s)
+        return prefill_s, self.local.steps_s(prefill_s, len(tokens), step_s)
 
-    @property
-    def local_factor(self) -> float:
-        """Factor by which the results of `local_s` are scaled. It is computed from the durations that `observe_local`
-        has recorded. Until the first record, it is the factor by which prefill ranks are slower than predicted."""
-        return self._known_local_pace.factor
-
-    def observe_local(self, observed_s: float, predicted_s: float) -> None:
-        """Record that a generation group computed a prompt itself in `observed_s` seconds. `predicted_s` is the nominal
-        prediction for this time: the prediction before it is corrected by observed durations."""
-        self._local_pace.note(observed_s, predicted_s)
+    def observe_local(self, tokens: TokenRange, seconds: float) -> None:
+        """Record that a generation group computed `tokens` of a prompt itself in `seconds`, without the decode steps of
+        other sequences."""
+        if self.local is not None:
+            self._local_costs.note((tokens,), 0, seconds * self.local.speed)
 
     def pass_over_local(self) -> None:
         """Record that a prefill chain was predicted to be faster than a local prefill by a generation group. After many
         such decisions in a row, observations of local prefills are dropped one by one, so that local prefill is tried
         again."""
-        self._local_pace.pass_over()
+        self._local_costs.pass_over()
 
     def fetch_s(self, num_tokens: int, *, is_far: bool) -> float:
         """Return the predicted time in seconds of fetching the cached KV of `num_tokens` tokens from a prefix store.
@@ -306,13 +297,10 @@ class ChainPlanner:
         again."""
         self._fetch_pace.pass_over()
 
-    @property
-    def _known_local_pace(self) -> Pace:
-        return self._local_pace if len(self._local_pace) else self._pace
-
     def _forget(self) -> None:
         """Drop all observations and start without any."""
-        self._pace, self._local_pace = Pace(_BELIEVED_S), Pace(_BELIEVED_S)
+        nominal = self._basis.calibration.cost
+        self._rank_costs, self._local_costs = PrefillCosts(nominal), PrefillCosts(nominal)
         self._push_pace, self._fetch_pace = Pace(), Pace()
 
     def _nominal_fetch_s(self, num_bytes: int, *, is_far: bool) -> float:
@@ -334,12 +322,6 @@ class ChainPlanner:
         work = work_of(np.array([lengths], dtype=np.float64), cost, BATON, cached)
         message_s = cost.link.seconds(sum(lengths[:-1]) * cost.kv_bytes) if len(lengths) > 1 else 0.0
         return max(float(work.layer.max()), cost.issue_s, message_s)
-
-    def _rank_s(self, chunks: Sequence[TokenRange], cost: CostModel) -> tuple[float, ...]:
-        lengths, cached = _lengths(chunks)
-        work = work_of(np.array([lengths], dtype=np.float64), cost, BATON, cached)
-        is_last = np.arange(len(lengths)) == len(lengths) - 1
-        return tuple(float(each) for each in rank_seconds(work, is_last, cost, BATON)[0])
 
     def _shapes(self, tokens: TokenRange, width: int, basis: PredictionBasis) -> list[tuple[int, ...]]:
         """Return the partitions to compare when no knot is close."""

@@ -44,6 +44,11 @@ class RankTiming:
     """Number of pushed bytes that were sent through shared memory instead of gRPC. Shared memory is used if the
     generation group's process is on the same node."""
 
+    @property
+    def computed_s(self) -> float:
+        """Compute time of the rank in seconds. The time in which it waited for KV of earlier ranks is not included."""
+        return (self.end_ns - self.start_ns) / 1e9 - self.wait_s
+
 
 @dataclass(frozen=True)
 class WidthOption:

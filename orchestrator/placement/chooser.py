@@ -17,11 +17,12 @@ from baton.planning.planner import ChainPlanner
 from baton.prefix_blocks import PromptBlocks
 from baton.process.clock import Clock
 from baton.results.prefill_trace import Placement
+from baton.types import TokenRange
 from orchestrator.membership.members import Membership, NoGroupError
 from orchestrator.membership.view import GenerationGroup
 from orchestrator.placement.block_fetches import BlockFetch, BlockSources
 from orchestrator.placement.chain_width import WidthPolicy
-from orchestrator.placement.generation_load import GenerationLoad
+from orchestrator.placement.generation_load import NO_TOKENS, GenerationLoad
 from orchestrator.placement.options import (
     AttemptPrompt,
     GroupChain,
@@ -150,8 +151,9 @@ class Chooser:
         )
         has_room = self._members.load(generation.name).num_slots <= generation.num_slots and not option.lacks_memory
         local = None if option.chain is not None else option.terms
+        tokens = TokenRange(option.start, record.num_tokens) if has_room else NO_TOKENS
         self.generation_load.place(
-            record, generation.incarnation, planner, local, now_s=self.context.clock.now_s(), has_room=has_room
+            record, generation.incarnation, planner, local, tokens=tokens, now_s=self.context.clock.now_s()
         )
         blocks = snapshot.blocks(generation.layout_fingerprint)
         names = _slot_blocks(generation, blocks, option.chain, record.wants_prompt_scores)

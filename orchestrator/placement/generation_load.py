@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 
 from baton.planning.planner import ChainPlanner
 from baton.results.prefill_trace import PlacementTerms
+from baton.types import TokenRange
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.states import RequestState
 
+NO_TOKENS = TokenRange(0, 0)
 _LEAST_LEFT = 0.25
 """Minimum fraction of a local prefill (one by the generation group itself) that is assumed to remain until the first
 token arrives, even if the prefill is overdue."""
@@ -31,12 +33,14 @@ class _Guest:
     ends_s: float | None = None
     """Predicted end of the prefill by the generation group itself, as a value of `Clock.now_s()`. None if a chain
     prefills, if there is no prediction, or if the prefill has ended."""
-    nominal_s: float = 0.0
-    """Predicted duration in seconds of the prefill by the generation group itself, if it did not have to wait. It is
-    not corrected by measured durations."""
-    queued_s: float | None = None
-    """Predicted seconds that the prefill waits for earlier prefills by the same group. It is not corrected by measured
-    durations. None if the attempt also waits for slots or memory."""
+    prefill_s: float = 0.0
+    """Predicted duration in seconds of the prefill by the generation group itself, if it did not have to wait. It
+    includes the decode steps of other sequences."""
+    tokens: TokenRange = NO_TOKENS
+    """Prompt tokens that the group computes itself. Empty if the duration of this prefill tells nothing, because the
+    attempt also waits for slots or memory."""
+    share: float = 0.0
+    """Predicted fraction of the time to the first token in which these tokens are computed."""
 
     @property
     def is_there(self) -> bool:
@@ -79,23 +83,22 @@ class GenerationLoad:
         planner: ChainPlanner,
         local: PlacementTerms | None = None,
         *,
+        tokens: TokenRange = NO_TOKENS,
         now_s: float = 0.0,
-        has_room: bool = False,
     ) -> None:
         """Record that the request's attempt runs on this incarnation of a group. `planner` is the planner of the
         group's device. `local` is the prediction for a prefill by the group itself. It is None if a chain prefills or
         if there is no prediction.
 
-        `has_room` is True if the group has free slots and free memory for the attempt. A prefill by the group itself
-        then waits only for other prefills. If `has_room` is False, the measured duration of the prefill is not reported
-        to the planner, because it includes other waits.
+        `tokens` are the prompt tokens that the group then computes. They must be empty if the group lacks slots or
+        memory for the attempt. The measured duration of the prefill is then not reported to the planner, because it
+        includes other waits than those for other prefills.
         """
         guest = _Guest(record, record.attempt.number, planner)
         if local is not None:
-            factor = planner.local_factor
-            queued_s = local.queue_s / factor if has_room else None
-            nominal_s = (local.prefill_s + local.steps_s) / factor
-            guest = replace(guest, ends_s=now_s + local.own_s, nominal_s=nominal_s, queued_s=queued_s)
+            prefill_s = local.prefill_s + local.steps_s
+            share = local.prefill_s / local.own_s if local.own_s else 1.0
+            guest = replace(guest, ends_s=now_s + local.own_s, prefill_s=prefill_s, tokens=tokens, share=share)
         self._forget(id(record))
         self._guests.setdefault(incarnation, {})[id(record)] = guest
         self._incarnation_of[id(record)] = incarnation
@@ -116,10 +119,10 @@ class GenerationLoad:
         waiting = [guest for guest in self._present(incarnation) if guest.ends_s is not None and not guest.has_token]
         if not waiting:
             return 0.0
-        left_s, factor = 0.0, waiting[0].planner.local_factor
-        for ends_s, nominal_s in sorted((guest.ends_s or 0.0, guest.nominal_s) for guest in waiting):
+        left_s = 0.0
+        for ends_s, prefill_s in sorted((guest.ends_s or 0.0, guest.prefill_s) for guest in waiting):
             share = 1.0 if left_s else _LEAST_LEFT  # only the first attempt has begun
-            left_s = max(ends_s - now_s, left_s + share * factor * nominal_s)
+            left_s = max(ends_s - now_s, left_s + share * prefill_s)
         return left_s
 
     def _look_through_one(self) -> None:
@@ -136,8 +139,8 @@ class GenerationLoad:
         present = []
         for key, guest in list(self._guests.get(incarnation, {}).items()):
             if guest.ends_s is not None and guest.has_token:
-                if guest.queued_s is not None and guest.attempt == 1 and guest.took_s is not None:
-                    guest.planner.observe_local(guest.took_s, guest.queued_s + guest.nominal_s)
+                if guest.tokens and guest.attempt == 1 and guest.took_s is not None:
+                    guest.planner.observe_local(guest.tokens, guest.share * guest.took_s)
                 self._guests[incarnation][key] = guest = _Guest(guest.record, guest.attempt, guest.planner)
             if guest.is_there:
                 present.append(guest)

@@ -80,6 +80,8 @@ class Option(NamedTuple):
     """Fetch of cached KV from another node before the prefill. None if no KV is fetched."""
     lacks_memory: bool = False
     """True if the group's free memory is too small for the KV of the prompt, so that the request would wait."""
+    start: int = 0
+    """Number of leading tokens that the generation group need not compute if it prefills by itself."""
 
     @property
     def cost_s(self) -> float:
@@ -245,12 +247,12 @@ class Snapshot:
         if further blocks can be fetched, behind these."""
         if self.record.wants_prompt_scores:
             return [Option(generation, self._local_terms(generation, 0, 0.0), lacks_memory=lacks_memory)]
-        store = generation.prefix_store
-        plain = self._local_terms(generation, self._cached_tokens(generation.layout_fingerprint, store), 0.0)
-        options = [Option(generation, plain, lacks_memory=lacks_memory)]
-        if (fetch := self._fetch(generation, store)) is not None:
+        start = self._cached_tokens(generation.layout_fingerprint, generation.prefix_store)
+        plain = self._local_terms(generation, start, 0.0)
+        options = [Option(generation, plain, lacks_memory=lacks_memory, start=start)]
+        if (fetch := self._fetch(generation, generation.prefix_store)) is not None:
             terms = self._local_terms(generation, fetch.num_tokens, fetch.predicted_s)
-            options.append(Option(generation, terms, fetch=fetch, lacks_memory=lacks_memory))
+            options.append(Option(generation, terms, None, fetch, lacks_memory, fetch.num_tokens))
         return options
 
     def _local_terms(self, generation: GenerationGroup, start: int, fetch_s: float) -> PlacementTerms | None:

@@ -69,7 +69,7 @@ class AllPairs:
         ]
         if len(able) < 2:
             return able[0] if able else None
-        return min(able, key=lambda each: (self._cost_s(each, avoid) // 1e-3, self._room(each)))
+        return min(able, key=lambda each: (self._cost_s(each) // 1e-3, self._room(each)))
 
     def lacks_memory(self, generation: GenerationGroup) -> bool:
         """Return True if the group is known to have too little memory for the request's prompt."""
@@ -80,10 +80,10 @@ class AllPairs:
     def _room(self, generation: GenerationGroup) -> int:
         return self.outlook.members.load(generation.name).num_slots - generation.num_slots
 
-    def _cost_s(self, generation: GenerationGroup, avoid: Collection[Hashable]) -> float:
+    def _cost_s(self, generation: GenerationGroup) -> float:
         if self.lacks_memory(generation):
             return 1e6
-        ways = [] if self.record.wants_prompt_scores else self.chains(generation, avoid)
+        ways = [] if self.record.wants_prompt_scores else self.chains(generation, self.record.avoid)
         local = self.local(generation)
         if local is not None and not (ways and self.record.request.by_chain):
             ways = [*ways, local]

@@ -19,7 +19,6 @@ from baton.planning.calibration import Calibration, calibrate_chain
 from baton.planning.chain.wavefront import chain_ttft
 from baton.planning.cost_model import BATON
 from baton.planning.fit import RankRow
-from baton.planning.pace import computed_s
 from baton.results.completion import Completion
 from baton.results.prefill_trace import RankTiming
 from baton.sampling_params import SamplingParams
@@ -181,7 +180,7 @@ def rank_rows(samples: Sequence[Sample]) -> list[RankRow]:
     seconds: defaultdict[tuple[int, int, bool], list[float]] = defaultdict(list)
     for sample in samples:
         for rank in sample.ranks:
-            seconds[len(rank.tokens), rank.tokens.start, rank is sample.ranks[-1]].append(computed_s(rank))
+            seconds[len(rank.tokens), rank.tokens.start, rank is sample.ranks[-1]].append(rank.computed_s)
     return [RankRow(*chunk, statistics.median(times)) for chunk, times in sorted(seconds.items())]
 
 

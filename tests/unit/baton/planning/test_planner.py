@@ -161,7 +161,7 @@ def test_nominal_costs_are_scaled_by_what_jobs_took_and_chunks_stay() -> None:
     planner.observe("chain", done(planner, 2800, slower=3.0))
     assert [planner.chunks(behind(cached, 1000), 2) for cached in (0, 500)] == chunks
     after = [planner.ttft_s(each) for each in chunks], planner.rank_s(chunks[0]), planner.layer_s(chunks[0])
-    assert after[0] == pytest.approx([3 * each for each in before[0]], rel=1e-3)
+    assert after[0] == pytest.approx([3 * each for each in before[0]], rel=0.01)  # the link is as fast as before
     assert after[1] == pytest.approx(tuple(3 * each for each in before[1]), rel=1e-3)
     assert after[2] == pytest.approx(3 * before[2], rel=1e-3)
     planner.observe("chain", done(planner, 2800, slower=3.0, at_s=100.0))
@@ -184,11 +184,12 @@ def test_another_calibration_is_scaled_by_later_jobs_alone_and_a_measured_one_ne
 def test_what_a_short_job_took_besides_is_a_part_of_every_job() -> None:
     planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512)
     short, long = (planner.chunks(TokenRange(0, num_tokens), 1) for num_tokens in (40, 2800))
-    planner.observe("chain", done(planner, 2800, slower=1.5))
     before = [planner.ttft_s(each) for each in (short, long)]
-    job = done(planner, 40, slower=1.5, at_s=100.0)
-    planner.observe("chain", [dataclasses.replace(rank, end_ns=rank.end_ns + 300_000_000) for rank in job])
-    assert [planner.ttft_s(each) for each in (short, long)] == pytest.approx([each + 0.3 for each in before], rel=1e-3)
+    for num_tokens, at_s in ((2800, 1.0), (40, 100.0)):
+        job = done(planner, num_tokens, slower=1.5, at_s=at_s)
+        planner.observe("chain", [dataclasses.replace(rank, end_ns=rank.end_ns + 300_000_000) for rank in job])
+    after = [planner.ttft_s(each) for each in (short, long)]
+    assert after == pytest.approx([1.5 * each + 0.3 for each in before], rel=0.02)
 
 
 def test_what_was_searched_counts_when_it_is_adopted() -> None:
@@ -242,10 +243,11 @@ def test_a_generation_group_s_prefill_is_a_rank_s_at_its_speed_between_steps() -
     assert planner.local_s(TokenRange(0, 100), 0.0) == pytest.approx((alone_s / 2, 0.0))
     found = planner.local_s(TokenRange(0, 100), planner.step_s(3, 50))
     assert found is not None and found[1] == pytest.approx((0.5 + 5) * 0.02)
-    planner.observe_local(observed_s=3.0, predicted_s=1.0)
-    assert planner.local_s(TokenRange(0, 100), 0.0) == pytest.approx((1.5 * alone_s, 0.0))
-    assert planner.local_s(TokenRange(0, 100), planner.step_s(3, 50)) == pytest.approx((1.5 * alone_s, 3 * found[1]))
-    assert planner.local_factor == pytest.approx(3.0)
+    tokens = TokenRange(0, 5000)
+    planner.observe_local(tokens, 3 * sum(planner.rank_s((tokens,))) / 2)
+    assert planner.local_s(TokenRange(0, 100), 0.0) == pytest.approx((1.5 * alone_s, 0.0), rel=0.02)
+    later = planner.local_s(TokenRange(0, 100), planner.step_s(3, 50))
+    assert later is not None and later[1] > found[1]  # slower chunks need more steps
 
 
 def local_planner() -> ChainPlanner:
@@ -259,18 +261,21 @@ def test_what_a_local_prefill_took_is_corrected_once() -> None:
     planner, tokens = local_planner(), TokenRange(0, 2800)
     nominal_s = sum(planner.rank_s((tokens,)))
     planner.observe("chain", done(planner, 2800, slower=3.0))
-    assert planner.local_s(tokens, 0.0) == pytest.approx((3 * nominal_s, 0.0))  # nothing else is known yet
-    planner.observe_local(observed_s=3 * nominal_s, predicted_s=nominal_s)
-    assert planner.local_s(tokens, 0.0) == pytest.approx((3 * nominal_s, 0.0))
+    assert planner.local_s(tokens, 0.0) == pytest.approx((3 * nominal_s, 0.0), rel=0.02)  # nothing else is known yet
+    planner.observe_local(tokens, 3 * nominal_s)
+    assert planner.local_s(tokens, 0.0) == pytest.approx((3 * nominal_s, 0.0), rel=0.02)
     planner.adopt(planner.search(ASSUMED))
     assert planner.local_s(tokens, 0.0) == pytest.approx((nominal_s, 0.0))
 
 
 def test_a_local_prefill_that_was_slow_once_is_believed_in_again() -> None:
     planner = local_planner()
-    planner.observe_local(observed_s=30.0, predicted_s=1.0)
+    tokens = TokenRange(0, 2000)
+    nominal_s = planner.alone_s(tokens)
+    assert nominal_s is not None
+    planner.observe_local(tokens, 30 * nominal_s)
     num_decisions = 0
-    while planner.local_factor > 1:
+    while planner.alone_s(tokens) != nominal_s:
         planner.pass_over_local()
         num_decisions += 1
     assert 10 < num_decisions < 1000

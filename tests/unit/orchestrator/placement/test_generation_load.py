@@ -7,7 +7,7 @@ import pytest
 
 from baton.results.prefill_trace import PlacementTerms
 from baton.sampling_params import SamplingParams
-from baton.types import RequestId, SampledToken, TokenEvent
+from baton.types import RequestId, SampledToken, TokenEvent, TokenRange
 from orchestrator.placement.generation_load import GenerationLoad
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
@@ -16,6 +16,7 @@ from tests.support.clusters.planners import linear_planner
 from tests.support.manual_clock import ManualClock
 
 NOW_S = 1000.0
+TOKENS = TokenRange(0, 3)
 PLANNER = linear_planner()
 TERMS = PlacementTerms(queue_s=0.0, prefill_s=2.0, steps_s=0.0, transfer_s=0.0, others_s=0.0)
 
@@ -41,7 +42,7 @@ def book() -> GenerationLoad:
 
 def test_a_prefill_counts_until_its_token_whatever_the_worker_s_clock_says(book: GenerationLoad) -> None:
     made = record()
-    book.place(made, "incarnation", PLANNER, TERMS, now_s=NOW_S, has_room=True)
+    book.place(made, "incarnation", PLANNER, TERMS, tokens=TOKENS, now_s=NOW_S)
     assert book.queue_s("incarnation", NOW_S) == pytest.approx(2.0)
     assert book.queue_s("other", NOW_S) == 0.0
     token(made, NOW_S + 1)
@@ -54,13 +55,13 @@ def test_a_prefill_counts_until_its_token_whatever_the_worker_s_clock_says(book:
 def test_what_it_took_is_told_once_though_it_was_over_when_somebody_looked(monkeypatch: pytest.MonkeyPatch) -> None:
     planner = linear_planner()
     book, made = GenerationLoad(), record()
-    told: list[tuple[float, ...]] = []
-    monkeypatch.setattr(planner, "observe_local", lambda *seconds: told.append(seconds))
-    book.place(made, "incarnation", planner, TERMS, now_s=NOW_S, has_room=True)
+    told: list[tuple[TokenRange, float]] = []
+    monkeypatch.setattr(planner, "observe_local", lambda tokens, seconds: told.append((tokens, seconds)))
+    book.place(made, "incarnation", planner, TERMS, tokens=TOKENS, now_s=NOW_S)
     token(made, NOW_S + 3)
     made.advance(RequestMove.FINISH)
     assert [len(book), len(book)] == [0, 0]
-    assert told == [pytest.approx((3.0, 2.0 / planner.local_factor))]
+    assert told == [(TOKENS, 3.0)]
 
 
 def test_a_retried_request_is_prefilled_until_it_goes_on(book: GenerationLoad) -> None:
@@ -68,7 +69,7 @@ def test_a_retried_request_is_prefilled_until_it_goes_on(book: GenerationLoad) -
     token(made, NOW_S + 1)
     made.retry()
     made.place(ManualClock(NOW_S + 5))
-    book.place(made, "incarnation", PLANNER, TERMS, now_s=NOW_S + 5, has_room=True)
+    book.place(made, "incarnation", PLANNER, TERMS, tokens=TOKENS, now_s=NOW_S + 5)
     assert book.queue_s("incarnation", NOW_S + 5) == pytest.approx(2.0)
     token(made, NOW_S + 6, index=1)
     assert book.queue_s("incarnation", NOW_S + 6) == 0.0
@@ -77,7 +78,7 @@ def test_a_retried_request_is_prefilled_until_it_goes_on(book: GenerationLoad) -
 def test_an_attempt_that_is_planned_at_another_group_counts_there_alone(book: GenerationLoad) -> None:
     made = record()
     for incarnation in ("full", "free"):
-        book.place(made, incarnation, PLANNER, TERMS, now_s=NOW_S, has_room=True)
+        book.place(made, incarnation, PLANNER, TERMS, tokens=TOKENS, now_s=NOW_S)
     assert (book.context_tokens("full"), book.queue_s("full", NOW_S)) == (None, 0.0)
     assert (book.context_tokens("free"), len(book)) == (3.0, 1)
 

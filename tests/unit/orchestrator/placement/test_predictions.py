@@ -17,7 +17,7 @@ from baton.planning.planner import ChainPlanner
 from baton.prefix_blocks import PromptBlocks
 from baton.results.prefill_trace import Placement
 from baton.sampling_params import SamplingParams
-from baton.types import Epoch, FinishReason, JobId, Rank, RequestId, SampledToken, TokenEvent
+from baton.types import Epoch, FinishReason, JobId, Rank, RequestId, SampledToken, TokenEvent, TokenRange
 from orchestrator.membership.members import Membership
 from orchestrator.membership.prefill_queues import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
@@ -194,7 +194,7 @@ async def test_what_took_long_for_want_of_memory_teaches_nothing() -> None:
     await cluster.begin(record, 30.0)
     cluster.see_token(record)
     await cluster.place(request(100, first=1))
-    assert planner.local_factor == 1.0
+    assert planner.alone_s(TokenRange(0, 100)) == sum(planner.rank_s((TokenRange(0, 100),))) / 2
 
 
 async def test_a_group_without_memory_does_not_prefill_where_a_chain_can() -> None:
@@ -207,7 +207,7 @@ async def test_a_group_without_memory_does_not_prefill_where_a_chain_can() -> No
 
 async def test_a_group_that_was_slow_is_tried_again_after_many_decisions() -> None:
     cluster = Cluster(deciding_planner(speed=2.0))
-    cluster.planner.observe_local(observed_s=30.0, predicted_s=1.0)
+    cluster.planner.observe_local(TokenRange(0, 100), 3.0)
     record = request(100)
     assert (await cluster.place(record)).reason == "chain_faster"
     reasons = [(await cluster.place(record)).reason for _ in range(100)]
