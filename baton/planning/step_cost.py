@@ -215,7 +215,7 @@ class StepCost:
         rows = ((self._line_R == line) & (self._seconds_R > 0)).nonzero()[0]
         weights = np.where(self._number_R[rows] < self._same_since[line], _OLD_WEIGHT, 1.0)
         columns, seconds, start_C = self._columns_RC[rows], self._seconds_R[rows], self._starts_LC[line]
-        if start_C.all():
+        if start_C[0]:
             scale = float(np.median(seconds / (columns @ start_C)))
             columns = np.concatenate((columns, _PRIOR_WORKS))
             seconds = np.concatenate((seconds, scale * (_PRIOR_WORKS @ start_C)))
