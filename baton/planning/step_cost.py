@@ -124,13 +124,12 @@ class StepCost:
         self._line_R, self._number_R = np.zeros((2, num_rows), np.int64)
         """Line (`_REPLAYED` or `_LAUNCHED`) and number of each kept step."""
         self._num_new = [0, 0]
-        """Number of steps since the latest fit of each line."""
+        """Number of steps since the latest fit of each line. It is raised if the line is to be fitted earlier."""
         self._fitted: list[set[tuple[int, ...]]] = [set(), set()]
         """Kinds of steps of which the latest fit of each line had some."""
         self._ratios: list[dict[int, float]] = [{}, {}]
         """Ratios of measured to predicted seconds since the latest fit of each line, by number of the step. Only steps
         of kinds in `_fitted` show whether the engine has become slower or faster."""
-        self._is_fit_due = [True, True]
         self._same_since = [0, 0]
         """Number of the first step of each line since the engine became slower or faster."""
 
@@ -183,10 +182,11 @@ class StepCost:
 
     def _keep(self, line: int, work: StepWork, seconds: float, ratio: float) -> None:
         """Keep a step without prefill, and fit the costs again if they are due."""
-        kind = (line, work.num_steps, work.num_tokens, (work.num_keys**2).bit_length(), _queries(work))
+        num_queries = round(work.num_pairs / max(work.num_keys, 1))  # for each key
+        kind = (line, work.num_steps, work.num_tokens, (work.num_keys**2).bit_length(), num_queries)
         row = self._rows.pop(kind, None)
         if row is None:
-            self._is_fit_due[line] = True
+            self._num_new[line] = max(self._num_new[line], _NEW_STEPS - _SOON_STEPS)
             row = len(self._rows) * _KEPT_STEPS
             if len(self._rows) == _KEPT_KINDS:
                 row = self._rows.pop(next(iter(self._rows))) // _KEPT_STEPS * _KEPT_STEPS
@@ -195,35 +195,29 @@ class StepCost:
         self._line_R[row], self._number_R[row] = line, self._num_steps
         self._rows[kind] = row + 1 if (row + 1) % _KEPT_STEPS else row + 1 - _KEPT_STEPS
         self._num_new[line] += 1
-        ratios, is_first = self._ratios[line], not self._same_since[line]
-        if is_first:
-            self._same_since[line] = self._num_steps
+        ratios = self._ratios[line]
+        if not self._same_since[line]:
+            self._same_since[line], self._num_new[line] = self._num_steps, _NEW_STEPS
         elif kind in self._fitted[line]:
             ratios[self._num_steps] = ratio
             latest = list(ratios.values())[-_SOON_STEPS:]
             if len(latest) == _SOON_STEPS and (min(latest) > _DRIFT or max(latest) < 1 / _DRIFT):
                 self._same_since[line] = since = list(ratios)[-_SOON_STEPS]
                 self._seconds_R[(self._line_R == line) & (self._number_R < since)] *= sorted(latest)[_SOON_STEPS // 2]
-                self._is_fit_due[line] = True
-        if is_first or self._num_new[line] >= (_SOON_STEPS if self._is_fit_due[line] else _NEW_STEPS):
+                self._num_new[line] = _NEW_STEPS
+        if self._num_new[line] >= _NEW_STEPS:
             self._fit(line)
 
     def _fit(self, line: int) -> None:
         """Fit the cost of a line to its kept steps."""
         self._ratios[line].clear()
-        self._is_fit_due[line], self._num_new[line] = False, 0
-        self._fitted[line] = set(self._rows)
+        self._num_new[line], self._fitted[line] = 0, set(self._rows)
         rows = ((self._line_R == line) & (self._seconds_R > 0)).nonzero()[0]
         weights = np.where(self._number_R[rows] < self._same_since[line], _OLD_WEIGHT, 1.0)
         columns, seconds, start_C = self._columns_RC[rows], self._seconds_R[rows], self._starts_LC[line]
-        if start_C.all():
+        if start_C[0]:
             scale = float(np.median(seconds / (columns @ start_C)))
             columns = np.concatenate((columns, _PRIOR_WORKS))
             seconds = np.concatenate((seconds, scale * (_PRIOR_WORKS @ start_C)))
             weights = np.concatenate((weights, np.full(len(_PRIOR_WORKS), _PRIOR_WEIGHT)))
         self._costs[line], _ = fit_columns(columns, seconds, self._costs[line], weights)
-
-
-def _queries(work: StepWork) -> int:
-    """Return the mean number of queries with which each key is compared, rounded."""
-    return round(work.num_pairs / work.num_keys) if work.num_keys else 0

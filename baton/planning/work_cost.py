@@ -16,7 +16,7 @@ functions are pure.
 
 import operator
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from baton.errors import ConfigError
 
@@ -113,7 +113,7 @@ class WorkCost:
     several queries are compared with the same key: the first pair of each key is included in `key_s`."""
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for name, value in vars(self).items():
             if not 0 <= value < float("inf"):
                 raise ConfigError(f"cost: {name} = {value} is out of range: give a number of at least 0")
 

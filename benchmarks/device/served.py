@@ -127,11 +127,12 @@ class LoggedEngine(GenerationEngine):
     def __init__(self, model: ServedModel, running: RunningRows, config: EngineConfig, *, decode_steps: Any) -> None:
         self._batching: Any = Timed(running.scheduling_policy)
         self._drafting: Any = Timed(running.speculation)
-        self._on_device: Any = Timed(decode_steps)
+        self._on_device = Timed(decode_steps)
+        device_steps: Any = None if decode_steps is None else self._on_device
         running.scheduling_policy = self._batching
         if running.speculation is not None:
             running.speculation = self._drafting
-        super().__init__(model, running, config, decode_steps=None if decode_steps is None else self._on_device)
+        super().__init__(model, running, config, decode_steps=device_steps)
         self.log: list[Step] = []
 
     def step(self) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
+from baton.planning.step_cost import StepCost
 from baton.transport.channel import bind, make_server
 from baton.types import FinishReason, KvLayout, SampledToken, TokenEvent
 from baton.v1 import generate_pb2_grpc
@@ -99,7 +100,7 @@ class ScriptedEngine:
         active = min(len(self._rows), self._num_slots)
         kv = KvLedger(num_bytes=0, num_bytes_free=0, num_bytes_leased=0, num_bytes_active=0, num_bytes_quarantined=0)
         ledger = SlotLedger(self._num_slots, self._num_slots - active, 0, active, 0, 0, 0, kv)
-        return EngineStatus(ledger, active, active, self._num_steps, 0, 0, None)
+        return EngineStatus(ledger, active, active, self._num_steps, 0, 0, None, StepCost().learnt)
 
 
 @contextlib.asynccontextmanager

@@ -56,7 +56,8 @@ class ChunkedPrefillPolicy:
         """Return the plan of the next step. `rows` has the progress of each sequence, by slot. The plan is empty when
         no sequence has tokens to run. Changes no state."""
         decoding = _decoding(rows)
-        max_tokens = 0 if self._bound.is_to_decode_alone(decoding) else self._most_tokens(rows, decoding)
+        is_alone = self._bound.is_to_decode_alone(decoding)
+        max_tokens = 0 if is_alone else self._most_tokens(rows, decoding)
         max_work = math.inf
         if decoding.num_rows != len(rows):
             max_work = self._bound.max_work(decoding, self._waiting(rows))
@@ -70,7 +71,7 @@ class ChunkedPrefillPolicy:
                 end = row.num_cached + num_tokens
                 spans.append(RowSpan(slot, TokenRange(row.num_cached, end), end == row.num_known))
         expected_s = self._bound.expected_s(decoding, budget.work_taken)
-        return StepPlan(tuple(spans), budget.num_taken, decoding, budget.work_taken, expected_s)
+        return StepPlan(tuple(spans), budget.num_taken, decoding, budget.work_taken, is_alone, expected_s)
 
     def _most_tokens(self, rows: Mapping[SlotId, Progress], decoding: Decoding) -> int:
         """Return the largest number of tokens that the next step may prefill."""

@@ -114,8 +114,10 @@ class ModelRunner:
     def _draw(self, plan: StepPlan, rows: Mapping[SlotId, Row], step: StepKv) -> list[int]:
         """Run a plan without drafts by `decode_steps`, and return its sequences' next tokens. Return an empty list,
         and run nothing, if `decode_steps` does not support the plan."""
-        decoding = None if self._decode_steps is None else _decode_rows(plan, rows, step)
-        return [] if self._decode_steps is None or decoding is None else self._decode_steps.run(decoding)
+        if self._decode_steps is None or plan.is_launched:
+            return []
+        decoding = _decode_rows(plan, rows, step)
+        return [] if decoding is None else self._decode_steps.run(decoding)
 
     def _verified(self, plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts, hidden_TD: Tensor) -> Verified:
         """Return the sequences that sample, with the logits of their last known tokens and of their drafts."""

@@ -58,6 +58,9 @@ class StepPlan:
     """Decoding part of the step: the sequences that run only their last known token, and their work."""
     prefill_work: float = 0.0
     """Work of the prefill spans, in the unit of PrefillWork (the FLOPs of one token without attention)."""
+    is_launched: bool = False
+    """True if the step must not replay a CUDA graph, because it measures the time of decoding in steps whose kernels
+    are launched one by one."""
     expected_s: float = field(default=0.0, compare=False)
     """Rough prediction of the step's duration in seconds, from which the watchdog recognizes a hang. 0 if it is not
     known."""

@@ -117,7 +117,7 @@ class StepBound:
         self._latest: Decoding | None = None
         """Decoding part of the latest step with decoding sequences. None until such a step has run."""
         self._most_rows = 0
-        """Maximum number of sequences of the steps that only decoded."""
+        """Maximum number of sequences of the steps that only decoded, and launched their kernels one by one."""
         self._num_mixed = 0
         """Number of mixed steps since the latest step that only decoded."""
 
@@ -174,7 +174,7 @@ class StepBound:
         if decoding.num_rows:
             self._num_mixed = self._num_mixed + 1 if work else 0
             self._latest = decoding
-        if not work:
+        if not work and not is_replayed:
             self._most_rows = max(self._most_rows, decoding.num_rows)
         self._regain(decoding, work, seconds)
         self.cost.observe(decoding.work, work, seconds - decoding.draft_s, is_replayed=is_replayed)

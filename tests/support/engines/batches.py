@@ -31,7 +31,7 @@ class Batch:
     def plan(self) -> StepPlan:
         return self._scheduling_policy.plan(self.rows)
 
-    def run(self, took_s: Callable[[StepPlan], float] | None = None) -> StepPlan:
+    def run(self, took_s: Callable[[StepPlan], float] | None = None, *, is_replayed: bool = False) -> StepPlan:
         """Run one step as the engine does: advance all planned sequences, and add an output token to each sequence that
         samples."""
         plan = self.plan()
@@ -43,7 +43,7 @@ class Batch:
             row.num_known += span.samples
             row.num_output += span.samples
         if took_s is not None:
-            self._scheduling_policy.took(plan, took_s(plan))
+            self._scheduling_policy.took(plan, took_s(plan), is_replayed=is_replayed)
         return plan
 
 

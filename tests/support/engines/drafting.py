@@ -39,8 +39,9 @@ class Told:
     def draft(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> Drafts:
         return {slot: Draft(told) for slot, told in self._told.items()}
 
-    def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> None:
+    def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> StepPlan:
         self.accepted += [(num, len(drafts[slot])) for slot, (_, num) in verified.num_accepted.items()]
+        return plan
 
     def forget(self, row: Row) -> None:
         """Do nothing: no state is kept per sequence."""
@@ -71,8 +72,8 @@ class Curbed:
         self.num_drafts += [span.num_drafts for span in plan.spans]
         return self._speculation.draft(plan, rows)
 
-    def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> None:
-        self._speculation.observe(plan, drafts, verified)
+    def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> StepPlan:
+        return self._speculation.observe(plan, drafts, verified)
 
     def forget(self, row: Row) -> None:
         self._speculation.forget(row)

@@ -41,21 +41,17 @@ def num_compiled(device: torch.device) -> int:
     """Return the number of Triton kernels that this process has compiled since the first call of this function. Kernels
     that are loaded from Triton's cache on the disk count too. 0 if the device is not a GPU, or Triton is not
     installed."""
-    return _compilations()[0] if device.type == "cuda" and has_triton() else 0
+    return len(_compilations()) if device.type == "cuda" and has_triton() else 0
 
 
 @functools.cache
-def _compilations() -> list[int]:
-    """Return a list with the number of compiled kernels, which Triton's hook increments from now on."""
+def _compilations() -> list[str]:
+    """Return a list to which Triton's hook appends a description of each kernel that is compiled from now on."""
     import triton
 
-    count = [0]
-
-    def compiled(**details: Any) -> None:
-        count[0] += 1
-
-    triton.knobs.runtime.jit_post_compile_hook = compiled
-    return count
+    seen: list[str] = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda **details: seen.append(details["repr"])
+    return seen
 
 
 def require_triton() -> None:

@@ -64,10 +64,10 @@ class Noted(Curbed):
         self.first: dict[int, tuple[Draft, bool]] = {}
         """Keyed by the row's seed, without rows that have no drafts."""
 
-    def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> None:
-        super().observe(plan, drafts, verified)
+    def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> StepPlan:
         for slot, (row, num_accepted) in verified.num_accepted.items():
             self.first.setdefault(row.sampler.params.seed, (drafts[slot], num_accepted > 0))
+        return super().observe(plan, drafts, verified)
 
 
 def outputs(speculation: SpeculationName, acceptance: AcceptanceName) -> tuple[list[Output], Noted]:

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from baton.errors import ConfigError
+from baton.planning.step_cost import LearntCosts
+from baton.planning.work_cost import WorkCost
 from baton_lab.traffic.results import Targets
 from baton_lab.traffic.service import GroupSizes, RecallingPlanner
 from baton_lab.traffic.simulation import Simulation
@@ -39,6 +41,16 @@ def service(planner: RecallingPlanner) -> ServiceModel:
 def chains() -> ServiceModel:
     """Chains of two ranks."""
     return ServiceModel(traffic_planner("h100-flash", max_ranks=2), 2, 16)
+
+
+def test_costs_that_groups_have_learnt_replace_the_planner_s(service: ServiceModel) -> None:
+    learnt = {
+        name: LearntCosts(WorkCost(step_s, 0.25, 1e-3, 0.0), WorkCost(9.0, 9.0, 9.0, 9.0), 9.0, num_steps)
+        for name, step_s, num_steps in (("a", 1.0, 1000), ("b", 3.0, 1000), ("new", 9.0, 10))
+    }
+    assert dataclasses.replace(service, step_costs=learnt).step_s(4, 100) == pytest.approx(2.0 + 4 * (0.25 + 0.1))
+    learnt = {"new": learnt["new"]}
+    assert dataclasses.replace(service, step_costs=learnt).step_s(4, 100) == service.step_s(4, 100)
 
 
 def forecast(rate: float, prompt: int = 6000, output: int = 64) -> TrafficForecast:
