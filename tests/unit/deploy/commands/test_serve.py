@@ -157,6 +157,7 @@ def test_a_ray_that_does_not_come_up_in_time_is_said_in_one_line(monkeypatch: py
         serve._connect(load_config(None), "/tmp")
 
 
+@pytest.mark.usefixtures("cache")
 def test_ray_sees_only_the_gpus_that_are_used_and_the_user_is_told_of_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

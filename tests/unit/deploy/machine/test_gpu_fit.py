@@ -19,6 +19,8 @@ from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import GpuState, Machine
 from tests.support.models.config_folders import TINY, write_config
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 GIB, MIB = 2**30, 2**20
 SNAPSHOT = Path(__file__).parents[3] / "data" / "gpu_arrangements.txt"
 LLAMA_8B: dict[str, Any] = {
@@ -36,7 +38,7 @@ KINDS = {"NVIDIA H200": 143771, "NVIDIA L4": 23034, "NVIDIA Foo 9000": 49140}
 
 
 @pytest.fixture
-def model(cache: Path, tmp_path: Path) -> ResolvedModel:
+def model(tmp_path: Path) -> ResolvedModel:
     """Of a model of 8 billion weights, on a machine whose cores have known rates."""
     rates = CoreRates(2e11, 1.6e11, 1e10, 1e10)
     keep_rates({"2": rates, "4": rates})
