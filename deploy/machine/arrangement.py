@@ -101,8 +101,7 @@ def _on_gpus(plan: ClusterPlan, written: WrittenConfig) -> ClusterPlan:
         chosen = best_plan(found)
         prefill = {"num_groups": chosen.num_chains, "num_ranks": max(chosen.num_ranks, 1)}
         on_gpus = written.with_choices(on_gpus, {"prefill": prefill, "generate": {"num_groups": chosen.num_engines}})
-        slots = f"{on_gpus.generate.num_slots} slots of at most {on_gpus.generate.max_slot_tokens} tokens"
-        why = f"{len(gpus)} x {gpus[0].name}: {reason_for(chosen, found)}; {slots} in each engine"
+        why = f"{len(gpus)} x {gpus[0].name}: {reason_for(chosen, found)}"
     elif device == "auto" and on_gpus.num_gpus > len(gpus):
         few = f"the configured workers run on the CPU: {on_gpus.num_gpus} GPUs are needed, {len(gpus)} can be used"
         return replace(plan, gpus=(), gpu_note=f"{few}; use fewer ranks or groups, or set device = cuda for one role")

@@ -96,8 +96,8 @@ def check_model(plan: ClusterPlan) -> Finding:
 
 
 def check_devices(plan: ClusterPlan, machine: Machine) -> Finding:
-    """Check that the configured devices of the workers exist on this machine, and list its GPUs. Warn if GPUs are not
-    used although the user has not chosen another device."""
+    """Check that the configured devices of the workers exist on this machine. List its GPUs, and the sizes of an
+    engine, which may follow from the GPU. Warn if GPUs are not used and the user has not chosen another device."""
     config = plan.config
     asked = {"prefill": config.prefill.device, "generate": config.generate.device}
     if not config.prefill.num_groups:
@@ -107,6 +107,7 @@ def check_devices(plan: ClusterPlan, machine: Machine) -> Finding:
     rate = f"{link.link / 1e9:g} GB/s, {1e6 * link.link_latency_s:g} us" if link.link else "as fast as memory copies"
     where = {"emulated": f"emulated (link {rate})"}
     used = ", ".join(f"{role} on {where.get(name, name)}" for role, name in names.items())
+    used = f"{used} with {config.generate.num_slots} slots of at most {config.generate.max_slot_tokens} tokens"
     found = f"{used}; {'; '.join(map(str, machine.gpus)) or 'no GPU that nvidia-smi lists'}"
     role = next((role for role, name in names.items() if name == "cuda"), "")
     if role and not (machine.gpus and machine.has_cuda):

@@ -27,7 +27,7 @@ PROMPT = tuple(range(100, 140))
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 UP = r"^Ray is up, (\d+\.\d) s after the start$"
 READY = r"^ready: .* \((\d+\.\d) s after the start, (\d+\.\d) s after Ray\)$"
-ARRANGED = r"^arrangement for \d+ cores?: (one engine|a chain of (\d+) ranks?)"
+ARRANGED = r"^arrangement for \d+ cores?: (1 engine|1 chain of (\d+) ranks?)"
 
 
 def check_nothing_is_left(cache: Path, ray_folder: str) -> None:

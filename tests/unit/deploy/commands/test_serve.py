@@ -1,8 +1,11 @@
 """What a Ray that `baton serve` starts declares, and what the launcher outlives once its cluster serves."""
 
+import argparse
 import errno
+import os
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,18 +13,23 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from ray.exceptions import ActorUnavailableError, RaySystemError, RayTaskError
+from safetensors.torch import save_file
 
 from baton.errors import UnavailableError
 from baton.transport.identity import ClusterSecret
 from deploy.commands import serve
 from deploy.commands.record import ClusterRecord
 from deploy.commands.serve import _Launch, declared_pools
+from deploy.config.cluster import ClusterConfig
 from deploy.config.file import load_config
 from deploy.machine.cluster_plan import ClusterPlan
 from deploy.machine.resolved_model import ResolvedModel
+from deploy.machine.this_machine import GpuState, Machine
 from deploy.ray_cluster import supervisor_state
 from deploy.ray_cluster.supervisor_state import SupervisorState
+from tests.support.models.config_folders import SMALL, write_config
 
 
 @pytest.mark.parametrize(
@@ -147,3 +155,29 @@ def test_a_ray_that_does_not_come_up_in_time_is_said_in_one_line(monkeypatch: py
     monkeypatch.setattr(serve, "_start_ray", late)
     with pytest.raises(UnavailableError, match="^Ray on this machine cannot be reached: The current node timed out"):
         serve._connect(load_config(None), "/tmp")
+
+
+@pytest.mark.usefixtures("cache")
+def test_ray_sees_only_the_gpus_that_are_used_and_the_user_is_told_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_config(tmp_path / "model", SMALL)
+    save_file({"weight": torch.zeros(8)}, folder / "model.safetensors")
+    free = {0: 2**34, 1: 2**20, 2: 2**34}
+    gpus = tuple(GpuState(index, "NVIDIA L4", 2**34, free[index], f"GPU-{index}") for index in free)
+    machine = Machine(frozenset({0, 1}), 2**36, 2**30, None, gpus=gpus)
+
+    def no_ray(config: ClusterConfig) -> Any:
+        raise UnavailableError(f"{config.num_gpus} GPUs of {os.environ['CUDA_VISIBLE_DEVICES']}")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    monkeypatch.setattr(serve, "prepare_machine", lambda console: machine)
+    monkeypatch.setattr(serve, "examine", lambda plan, machine: [])
+    monkeypatch.setattr(serve, "http_door", lambda *args: nullcontext())
+    monkeypatch.setattr(serve, "_ray", no_ray)
+    args = argparse.Namespace(set=[f"model.name={folder}", "name=gpus"], address="", config=None)
+    with pytest.raises(UnavailableError, match="2 GPUs of GPU-0,GPU-2"):
+        serve.serve(args)
+    told = capsys.readouterr().err
+    assert "warning: not used: GPU 1, 0.00 GiB free of " in told and "end the processes that use it" in told
+    assert "arrangement for 2 x NVIDIA L4: 2 engines of 1 GPU (" in told.replace("\n", " ")

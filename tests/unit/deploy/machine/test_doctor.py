@@ -98,7 +98,9 @@ def test_devices_are_listed_with_what_each_role_would_use(folder: Path) -> None:
     settings = ["generate.device=emulated", "device.link=4GBps", "device.link_latency_s=1e-5"]
     found = check_devices(plan_of(folder, load_config(None, settings)), MACHINE)
     assert found.verdict is Verdict.OK
-    assert found.text.startswith("prefill on cpu, generate on emulated (link 4 GB/s, 10 us); ")
+    assert found.text.startswith(
+        "prefill on cpu, generate on emulated (link 4 GB/s, 10 us) with 16 slots of at most 8192 tokens; "
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -114,7 +116,8 @@ def test_a_torch_without_cuda_fails_where_gpus_are_asked_for(folder: Path) -> No
     gpu = GpuState(0, "NVIDIA L4", 2**34, 2**34, "GPU-a")
     plan = replace(plan_of(folder, load_config(None, ["generate.device=cuda"])), gpus=(gpu,))
     with_gpu = replace(MACHINE, gpus=(gpu,))
-    check(check_devices(plan, with_gpu), Verdict.OK, "prefill on cpu, generate on cuda; GPU 0: NVIDIA L4, 16.0 GiB")
+    used = "prefill on cpu, generate on cuda with 16 slots of at most 8192 tokens; GPU 0: NVIDIA L4, 16.0 GiB"
+    check(check_devices(plan, with_gpu), Verdict.OK, used)
     why = "generate.device = cuda is not available: this torch is built without CUDA"
     check(check_devices(plan, replace(with_gpu, has_cuda=False)), Verdict.FAILED, why)
 
