@@ -153,9 +153,11 @@ def keep_missing(device: str, dtypes: Sequence[str], gpu: str = "") -> bool:
     with lock_path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if this process dies
         for dtype in (each for each in dtypes if must_measure(device, DTYPE_BYTES[each], gpu)):
-            paths[dtype].with_suffix(".failed").touch()  # also if an exception ends the measurement
-            if (profile := measure(device, dtype, len(os.sched_getaffinity(0)))) is not None:
-                save(profile, paths[dtype])
+            try:
+                if (profile := measure(device, dtype, len(os.sched_getaffinity(0)))) is not None:
+                    save(profile, paths[dtype])
+            finally:
+                paths[dtype].with_suffix(".failed").touch()  # read only while no profile is kept
         return all(path.exists() for path in paths.values())
 
 

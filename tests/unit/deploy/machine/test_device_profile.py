@@ -254,7 +254,7 @@ def test_a_gpus_rates_and_launches_are_measured_and_copies_limit_its_link(monkey
     profile = measure("cuda", "bfloat16", 1)
     nominal = gpu_rank("NVIDIA H200", 2)
     link = replace(nominal.link, bandwidth=1e9)
-    rates = Hardware(7e14, 4e14, link, memory_bandwidth=4e12, fixed_s=nominal.fixed_s, issue_s=pytest.approx(4e-4))
+    rates = Hardware(7e14, 4e14, link, memory_bandwidth=4e12, fixed_s=nominal.fixed_s, issue_s=1 / 2500)
     assert profile == DeviceProfile("NVIDIA H200", "cuda", rates, 4e12, is_measured=True)
 
 
