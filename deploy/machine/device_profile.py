@@ -137,10 +137,10 @@ def measure_in_child(device: str, dtype: str) -> None:
 
 
 def must_measure(device: str, dtype_bytes: int, gpu: str = "") -> bool:
-    """Return True if no profile of the device is kept, and no measurement of it has failed within the last hour."""
+    """Return True if no profile of the device is kept, and it was not measured in vain within the last hour."""
     path = kept_path(device, dtype_bytes, gpu)
-    failed = path.with_suffix(".failed")
-    return not path.exists() and not (failed.exists() and time.time() - failed.stat().st_mtime < _RETRY_S)
+    tried = path.with_suffix(".tried")
+    return not path.exists() and not (tried.exists() and time.time() - tried.stat().st_mtime < _RETRY_S)
 
 
 def keep_missing(device: str, dtypes: Sequence[str], gpu: str = "") -> bool:
@@ -157,7 +157,7 @@ def keep_missing(device: str, dtypes: Sequence[str], gpu: str = "") -> bool:
                 if (profile := measure(device, dtype, len(os.sched_getaffinity(0)))) is not None:
                     save(profile, paths[dtype])
             finally:
-                paths[dtype].with_suffix(".failed").touch()  # read only while no profile is kept
+                paths[dtype].with_suffix(".tried").touch()
         return all(path.exists() for path in paths.values())
 
 

@@ -193,8 +193,8 @@ def test_a_failed_measurement_is_repeated_an_hour_later(monkeypatch: pytest.Monk
     assert must_measure("cpu", 2)
     assert not keep_missing("cpu", ["bfloat16"]) and not must_measure("cpu", 2) and must_measure("cpu", 4)
     assert not keep_missing("cpu", ["bfloat16"]), "measures nothing"
-    failed = kept_path("cpu", 2).with_suffix(".failed")
-    os.utime(failed, (failed.stat().st_atime, failed.stat().st_mtime - 3601))
+    tried = kept_path("cpu", 2).with_suffix(".tried")
+    os.utime(tried, (tried.stat().st_atime, tried.stat().st_mtime - 3601))
     assert must_measure("cpu", 2) and keep_missing("cpu", ["bfloat16"])
     assert not must_measure("cpu", 2)
 
