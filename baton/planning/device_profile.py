@@ -42,7 +42,7 @@ class DeviceProfile:
     """Capacity in bytes of the memory from which the device computes: the memory of the GPU, or of the host or
     container. 0: not known."""
     used_bytes: int = 0
-    """Bytes of this memory that were in use by others when the worker started."""
+    """Bytes of this memory that were in use before the worker loaded its model."""
     is_measured: bool = False
     """True if the rates were measured on a device of this kind; False if they are nominal."""
 

@@ -498,7 +498,7 @@ class DeviceProfile(_message.Message):
     memory_bytes: _builtins.int
     """Capacity in bytes of the memory that the device computes from; 0: not known."""
     used_bytes: _builtins.int
-    """Bytes of it that others used when the worker started."""
+    """Bytes of it that were in use before the worker loaded its model."""
     is_measured: _builtins.bool
     """False: the rates are nominal."""
     @_builtins.property

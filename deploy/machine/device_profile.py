@@ -9,11 +9,11 @@ runs it before it loads its model. All other workers use nominal rates if no pro
 import torch.
 
 Every rate is measured in two halves of equal length. If the halves differ too much, both are repeated. If they differ
-again, nothing is kept. On a GPU, this applies to all rates. On a CPU, it applies to the rates of one core, which are
-measured in processor time, because other processes disturb processor time little. Each operation is then timed on all
-cores, in elapsed time, because each core is slower when all cores compute. The kept rate of a core is the rate of all
-cores divided by their number. It is at least half of the rate measured on one core, so that a busy machine does not
-make it too low.
+again, nothing is kept, and the device is not measured for an hour. On a GPU, this applies to all rates. On a CPU, it
+applies to the rates of one core, which are measured in processor time, because other processes disturb processor time
+little. Each operation is then timed on all cores, in elapsed time, because each core is slower when all cores compute.
+The kept rate of a core is the rate of all cores divided by their number. It is at least half of the rate measured on
+one core, so that a busy machine does not make it too low.
 """
 
 import argparse
@@ -61,6 +61,8 @@ _SECONDS = 0.12
 """Minimum time in seconds that a half of the measurement spends on each rate."""
 _AGREEMENT = 0.2
 """Largest fraction by which the two halves of a measurement may differ."""
+_RETRY_S = 3600.0
+"""Time in seconds after a failed measurement in which the device is not measured again."""
 Half = tuple[list[float], DeviceProfile]
 """Result of half a measurement: the rates that must agree with those of the other half, and the profile."""
 
@@ -116,7 +118,7 @@ def worker_profile(place: WorkerPlace) -> DeviceProfile:
     import torch
 
     gpu = _gpu_here()
-    if not kept_path("cuda", dtype_bytes, gpu).exists():
+    if must_measure("cuda", dtype_bytes, gpu):
         measure_in_child("cuda", place.dtype)
     free, capacity = torch.cuda.mem_get_info()
     profile = local_profile("cuda", 1, dtype_bytes, gpu=gpu, gpu_share=place.gpu_share)
@@ -134,22 +136,28 @@ def measure_in_child(device: str, dtype: str) -> None:
         logger.warning("%s: nominal rates are used, because the device could not be measured: %s", device, reason)
 
 
+def must_measure(device: str, dtype_bytes: int, gpu: str = "") -> bool:
+    """Return True if no profile of the device is kept, and it was not measured in vain within the last hour."""
+    path = kept_path(device, dtype_bytes, gpu)
+    tried = path.with_suffix(".tried")
+    return not path.exists() and not (tried.exists() and time.time() - tried.stat().st_mtime < _RETRY_S)
+
+
 def keep_missing(device: str, dtypes: Sequence[str], gpu: str = "") -> bool:
-    """Measure the profiles of these dtypes that are not kept yet, and keep them. Return True if all of them are kept at
-    the end. If another process of this node measures at the same time, wait for its end and measure nothing. Raises
+    """Measure the profiles of these dtypes that must be measured, and keep them. Return True if all of them are kept at
+    the end. If another process of this node measures at the same time, wait for it and use its result. Raises
     ConfigError if a profile cannot be written."""
     paths = {dtype: kept_path(device, DTYPE_BYTES[dtype], gpu) for dtype in dtypes}
     lock_path = native.choice_path().with_name("profiles.lock")
     lock_path.parent.mkdir(parents=True, exist_ok=True)
     with lock_path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it if this process dies
-        except BlockingIOError:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        else:
-            for dtype in (each for each, path in paths.items() if not path.exists()):
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if this process dies
+        for dtype in (each for each in dtypes if must_measure(device, DTYPE_BYTES[each], gpu)):
+            try:
                 if (profile := measure(device, dtype, len(os.sched_getaffinity(0)))) is not None:
                     save(profile, paths[dtype])
+            finally:
+                paths[dtype].with_suffix(".tried").touch()
         return all(path.exists() for path in paths.values())
 
 

@@ -19,7 +19,7 @@ from baton.modeling.kernels import native
 from baton.modeling.kernels.kept_choice import load_choice
 from baton.types import KernelChoice
 from deploy.config.environment import visible_gpus
-from deploy.machine.device_profile import DTYPE_BYTES, kept_path
+from deploy.machine.device_profile import DTYPE_BYTES, must_measure
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ def prepare_kernels(console: Console) -> tuple[KernelChoice, ...]:
 def _prepare_rates(console: Console) -> None:
     """Measure the rates of one core, the basis of the first predictions, unless they were measured before. Runs in a
     separate process. Must be called after `prepare_kernels`, because the chosen kernels are measured."""
-    if not all(kept_path("cpu", dtype_bytes).exists() for dtype_bytes in DTYPE_BYTES.values()):
+    if any(must_measure("cpu", dtype_bytes) for dtype_bytes in DTYPE_BYTES.values()):
         with _doing("measuring what a core of this processor reaches", console):
             if reason := _failure_of("deploy.machine.device_profile"):
                 console.print(f"rates cannot be measured ({reason}): predictions begin with assumed ones")

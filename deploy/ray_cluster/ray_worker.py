@@ -17,7 +17,7 @@ from baton.errors import BatonError
 from baton.process.crash_notes import begin_note, end_note
 from deploy.config.worker import WorkerConfig
 from deploy.groups.hosting import WorkerHost
-from deploy.machine.device_profile import DTYPE_BYTES, kept_path, measure_in_child
+from deploy.machine.device_profile import DTYPE_BYTES, measure_in_child, must_measure
 from deploy.machine.model_folder import folder_on_node, section_on_node
 from deploy.options.logs import set_up_logs
 from deploy.ray_cluster.kept_files import file_here
@@ -100,6 +100,6 @@ def _on_this_node(config: WorkerConfig) -> WorkerConfig:
     place, namespace = config.place, ray.get_runtime_context().namespace
     step_times = str(file_here(namespace, Path(place.step_times))) if place.step_times else ""
     here = replace(place, host=place.host or node_address(), model_folder=folder_on_node(place), step_times=step_times)
-    if not place.host and place.device != "cuda" and not kept_path("cpu", DTYPE_BYTES[place.dtype]).exists():
+    if not place.host and place.device != "cuda" and must_measure("cpu", DTYPE_BYTES[place.dtype]):
         measure_in_child("cpu", place.dtype)
     return replace(config, place=here, section=section_on_node(config.section, place))

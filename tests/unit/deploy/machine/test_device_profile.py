@@ -1,6 +1,7 @@
 """The profile of a machine's device is measured once, kept, and what predictions begin with."""
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -27,6 +28,7 @@ from deploy.machine.device_profile import (
     main,
     measure,
     measure_in_child,
+    must_measure,
     worker_profile,
 )
 from deploy.machine.resolved_model import ResolvedModel
@@ -184,6 +186,24 @@ def test_halves_that_differ_are_measured_again_and_then_not_kept(
     found = kept_profile("cpu", 2)
     assert (None if found is None else found.shared_bandwidth) == kept
     assert ("differ by over 20 %: free the machine" in caplog.text) == (kept is None)
+
+
+def test_a_failed_measurement_is_repeated_an_hour_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_profile, "_core_half", halves(1e9, 2e9, 1e9, 2e9, 5e9, 5e9))
+    assert must_measure("cpu", 2)
+    assert not keep_missing("cpu", ["bfloat16"]) and not must_measure("cpu", 2) and must_measure("cpu", 4)
+    assert not keep_missing("cpu", ["bfloat16"]), "measures nothing"
+    tried = kept_path("cpu", 2).with_suffix(".tried")
+    os.utime(tried, (tried.stat().st_atime, tried.stat().st_mtime - 3601))
+    assert must_measure("cpu", 2) and keep_missing("cpu", ["bfloat16"])
+    assert not must_measure("cpu", 2)
+
+
+def test_a_measurement_that_an_error_ends_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_profile, "_core_half", halves())
+    with pytest.raises(StopIteration):
+        keep_missing("cpu", ["bfloat16"])
+    assert not must_measure("cpu", 2)
 
 
 def test_what_is_kept_is_not_measured_again(
