@@ -54,7 +54,7 @@ class PrefillCosts:
     def __init__(self, nominal: CostModel) -> None:
         """Create an estimate without observations."""
         self.cost = nominal
-        """Current costs."""
+        """Costs that follow from the jobs so far."""
         self._nominal = nominal
         self._jobs: deque[tuple[NDArray[np.float64], float]] = deque(maxlen=NUM_RECENT)
         """Recent jobs: nominal seconds of matrix products, attention, fixed time (1) and launches, and the observed

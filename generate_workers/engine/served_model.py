@@ -38,8 +38,9 @@ class ServedModel:
 
 
 def step_cost(decoder: Decoder, profile: DeviceProfile | None, cost: WorkCost | None = None) -> StepCost:
-    """Return a StepCost for a model that has not run yet. It starts with `cost`; None: with the costs that follow from
-    the model's bytes and FLOPs at the rates of `profile`; None: at nominal rates."""
+    """Return a StepCost for a model that has not run yet. It starts with `cost`. If `cost` is None, it starts with the
+    costs that follow from the model's bytes and FLOPs at the rates of `profile`, or at nominal rates if that is None,
+    too."""
     shape = model_shape(decoder.config, decoder.dtype.itemsize)
     where = decoder.device.torch_device
     if profile is not None:

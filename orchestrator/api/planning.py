@@ -17,12 +17,12 @@ import grpc
 from baton.errors import ConfigError, InvalidArgumentError
 from baton.planning import calibration, step_times
 from baton.planning.calibration import Calibration
-from baton.planning.closeness import require_close
 from baton.planning.planner import ChainPlanner
 from baton.planning.step_times import StepTimes
 from baton.proto_types import scalars
 from baton.v1 import planning_pb2 as pb
 from baton.v1 import planning_pb2_grpc
+from orchestrator.api.closeness import require_close
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -4,8 +4,8 @@
                            + half a step
     inter-token latency    step time at the mean batch size, and at the 95th percentile of the batch size
 
-`baton.planning.queueing` computes the waits from the distributions in `orchestrator.autoscaling.demand`. Percentiles
-include the work that is already waiting.
+`orchestrator.autoscaling.queueing` computes the waits from the distributions in `orchestrator.autoscaling.demand`.
+Percentiles include the work that is already waiting.
 
 If groups are saturated, percentiles do not exist. The share of requests that meet the targets is then estimated by a
 heuristic: the share decreases with the overload. This keeps saturated allocations comparable. If requests are waiting,
@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.planning.queueing import NO_WAIT, Wait, poisson_p95, settled_rows, wait_for_servers
 from orchestrator.autoscaling.demand import NO_BACKLOG, Backlog, Demand, ServiceModel
+from orchestrator.autoscaling.queueing import NO_WAIT, Wait, poisson_p95, settled_rows, wait_for_servers
 from orchestrator.autoscaling.traffic import TrafficForecast
 from orchestrator.requests.config import AutoscalingConfig
 

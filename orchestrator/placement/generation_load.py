@@ -37,8 +37,8 @@ class _Guest:
     """Predicted duration in seconds of the prefill by the generation group itself, if it did not have to wait. It
     includes the decode steps of other sequences."""
     tokens: TokenRange = NO_TOKENS
-    """Prompt tokens that the group computes itself. Empty if the duration of this prefill tells nothing, because the
-    attempt also waits for slots or memory."""
+    """Prompt tokens that the group computes itself. Empty if the duration of this prefill must not be reported, because
+    the attempt also waits for slots or memory."""
     share: float = 0.0
     """Predicted fraction of the time to the first token in which these tokens are computed."""
 

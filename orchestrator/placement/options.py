@@ -81,7 +81,7 @@ class Option(NamedTuple):
     lacks_memory: bool = False
     """True if the group's free memory is too small for the KV of the prompt, so that the request would wait."""
     start: int = 0
-    """Number of leading tokens that the generation group need not compute if it prefills by itself."""
+    """Number of leading tokens whose KV is cached, or is fetched, if the generation group prefills by itself."""
 
     @property
     def cost_s(self) -> float:

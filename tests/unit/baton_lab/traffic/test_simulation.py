@@ -8,7 +8,6 @@ import pytest
 
 from baton.planning.calibration import Calibration, nominal
 from baton.planning.cost_model import CostModel
-from baton.planning.queueing import wait_for_servers
 from baton.planning.step_times import StepTimes
 from baton.planning.work_cost import WorkCost
 from baton_lab.study.known_hardware import hardware_of
@@ -18,6 +17,7 @@ from baton_lab.traffic.service import GroupSizes, RecallingPlanner
 from baton_lab.traffic.simulation import UNBOUNDED, Simulation
 from baton_lab.traffic.traces.generators import Lengths, bursty, steady
 from baton_lab.traffic.traces.trace import Trace
+from orchestrator.autoscaling.queueing import wait_for_servers
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.planners import traffic_planner
 

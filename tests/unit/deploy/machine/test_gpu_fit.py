@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
-from baton.planning.hardware import CoreRates
+from baton.planning.device_profile import DeviceProfile, save
+from baton.planning.hardware import CPU_CORE
 from deploy.config.file import WrittenConfig
 from deploy.machine.arrangement import arrange
 from deploy.machine.cluster_plan import ClusterPlan
-from deploy.machine.core_rates import keep_rates
+from deploy.machine.device_profile import kept_path
 from deploy.machine.doctor import Verdict, check_devices, check_memory, require
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import GpuState, Machine
@@ -40,8 +41,11 @@ KINDS = {"NVIDIA H200": 143771, "NVIDIA L4": 23034, "NVIDIA Foo 9000": 49140}
 @pytest.fixture
 def model(tmp_path: Path) -> ResolvedModel:
     """Of a model of 8 billion weights, on a machine whose cores have known rates."""
-    rates = CoreRates(2e11, 1.6e11, 1e10, 1e10)
-    keep_rates({"2": rates, "4": rates})
+    core = replace(CPU_CORE, linear_flops=2e11, pair_flops=1.6e11, memory_bandwidth=1e10)
+    for dtype_bytes in (2, 4):
+        path = kept_path("cpu", dtype_bytes)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(DeviceProfile("CPU core", "cpu", core, 1e10, is_measured=True), path)
     return model_of(tmp_path / "llama-8b", 8_030_261_248)
 
 

@@ -205,7 +205,9 @@ class Case:
         return replace(group, profile=replace(group.profile, hardware=self.hardware[name]))
 
     def _true_planner(self, group: Group) -> ChainPlanner:
-        return self.truth.context.planner_of(self._truly(group))
+        assert group.profile is not None
+        name = group.profile.name
+        return self.truth.context.planner.for_device(replace(group.profile, hardware=self.hardware[name]))
 
     def _timings(self, truth: ChainPlanner, chunks: tuple[TokenRange, ...], start_ns: int) -> list[RankTiming]:
         """What the ranks report of a chain that ran alone."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from baton.errors import InvalidArgumentError
-from baton.planning.queueing import erlang_c, poisson_p95, settled_rows, wait_for_servers
+from orchestrator.autoscaling.queueing import erlang_c, poisson_p95, settled_rows, wait_for_servers
 
 
 @pytest.mark.parametrize(("num_servers", "load", "probability"), [(1, 0.7, 0.7), (2, 1.0, 1 / 3), (3, 2.0, 4 / 9)])

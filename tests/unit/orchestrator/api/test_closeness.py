@@ -7,12 +7,12 @@ import pytest
 
 from baton.errors import InvalidArgumentError
 from baton.planning.calibration import Calibration, nominal
-from baton.planning.closeness import MEASURED_FACTOR, NOMINAL_FACTOR, require_close
 from baton.planning.cost_model import LinkModel
 from baton.planning.fit import RankRow
 from baton.planning.hardware import cpu_rank
 from baton.planning.step_times import StepTimes, nominal_steps, tabulate
 from baton_lab.study.known_models import SHAPES
+from orchestrator.api.closeness import MEASURED_FACTOR, NOMINAL_FACTOR, require_close
 
 SHAPE = SHAPES["smollm2-135m"]
 ASSUMED = nominal("smollm2-135m", "a core", SHAPE, cpu_rank(1, SHAPE.dtype_bytes))
