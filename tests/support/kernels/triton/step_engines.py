@@ -2,16 +2,18 @@
 on a GPU."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from baton.modeling.device.port import Device
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.step_graphs import StepGraphs
 from baton.modeling.kv.pages import PAGE_TOKENS
 from baton.sampling_params import SamplingParams
-from baton.types import TokenRange
+from baton.types import SlotId, TokenRange
+from generate_workers.engine.scheduling_policy import Progress, StepPlan
 from generate_workers.slots.kv_memory import MemoryLimits
 from tests.support.engines.devices import TensorDevice
 from tests.support.engines.generation import (
@@ -89,6 +91,29 @@ def check_joining_and_leaving(device: Device | None = None, *, step_graphs: bool
             assert stream.token_ids == reference_ids(cpu, prompt(length), params), (length, params)
     if step_graphs:
         assert set(num_rows) >= {1, 2} and max(num_rows) <= 3
+
+
+def check_measuring_steps(device: Device | None = None) -> None:
+    """Check that a step which measures decoding runs through the decoder, and that only others count as replayed."""
+    with engine_on(device) as (made, num_rows):
+        steps, scheduling_policy = made.engine._runner._decode_steps, made.engine._running.scheduling_policy
+        assert steps is not None
+        steps.captures = True  # as on a GPU
+        assert made.engine._runner.replays
+        _, stream = made.submit(prompt(9), GREEDY)
+        replayed, plan = list[bool](), scheduling_policy.plan
+
+        def planned(rows: Mapping[SlotId, Progress]) -> StepPlan:
+            return dataclasses.replace(plan(rows), is_launched=len(replayed) == 3)
+
+        with patch.object(scheduling_policy, "plan", planned):
+            while not stream.ended.is_set():
+                made.engine.step()
+                last = made.engine.status().last_step
+                assert last is not None
+                replayed.append(last.is_replayed)
+        assert replayed == [False, True, True, False, True, True] and len(num_rows) == 4
+        assert stream.token_ids == reference_ids(eos_decoder(), prompt(9), GREEDY)
 
 
 def check_choices(device: Device | None = None) -> None:
