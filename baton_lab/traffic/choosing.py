@@ -18,7 +18,8 @@ from baton_lab.traffic.placing import Asked, Spot
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView
 from orchestrator.placement.chooser import Chooser, Plan
-from orchestrator.placement.options import AttemptPrompt, Snapshot
+from orchestrator.placement.context import AttemptPrompt
+from orchestrator.placement.options import Snapshot
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Attempt, RequestRecord
 from orchestrator.requests.request import Request

@@ -59,8 +59,9 @@ class Membership:
         self.prefill_queues = PrefillQueues()
         """Unfinished jobs of prefill groups, by incarnation of the group. Updated by `orchestrator.dispatch`."""
         self.num_bytes_free: dict[str, int] = {}
+        """Last reported number of free KV bytes of each generation group, by name. Updated by the worker poller."""
         self.step_costs: dict[str, LearntCosts] = {}
-        """Last reported costs of steps, and numbers of free KV bytes, of generation groups, by name of the group."""
+        """Last reported costs of the steps of each generation group, by name. Updated by the worker poller."""
         self.orders = Orders()
         """Operators' orders in force. Replaced as a whole by `keep_orders`."""
         self._loads: dict[str, Load] = {}
@@ -343,11 +344,8 @@ class Membership:
 
     async def change(self, timeout_s: float) -> bool:
         """Wait for the next change of the membership. Return False if none happens within `timeout_s` seconds."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._changed.wait()
-        except TimeoutError:
-            return False
+        changed = self._changed
+        return await self.until(lambda: changed.is_set() or None, timeout_s) or False
 
     async def until(self, choose: Callable[[], T | None], timeout_s: float) -> T | None:
         """Call `choose` now and after every change of the membership until it returns a value other than None. Return

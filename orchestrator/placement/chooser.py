@@ -22,12 +22,11 @@ from orchestrator.membership.members import Membership, NoGroupError
 from orchestrator.membership.view import GenerationGroup
 from orchestrator.placement.block_fetches import BlockFetch, BlockSources
 from orchestrator.placement.chain_width import WidthPolicy
+from orchestrator.placement.context import AttemptPrompt, PlacementContext
 from orchestrator.placement.generation_load import NO_TOKENS, GenerationLoad
 from orchestrator.placement.options import (
-    AttemptPrompt,
     GroupChain,
     Option,
-    PlacementContext,
     Snapshot,
     able_groups,
     could_serve,

@@ -11,7 +11,7 @@ from baton.types import TokenRange
 from orchestrator.membership.view import GenerationGroup, PrefillGroup
 from orchestrator.placement.block_fetches import BlockFetch, node_of
 from orchestrator.placement.chain_width import ChainPlan
-from orchestrator.placement.options import PlacementContext
+from orchestrator.placement.context import PlacementContext
 from orchestrator.requests.record import RequestRecord
 
 

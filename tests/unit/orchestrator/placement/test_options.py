@@ -12,7 +12,8 @@ from orchestrator.membership.prefill_queues import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.chain_width import WidthPolicy
 from orchestrator.placement.chooser import Chooser
-from orchestrator.placement.options import AttemptPrompt, GroupChain, Option, Snapshot, decide, order
+from orchestrator.placement.context import AttemptPrompt
+from orchestrator.placement.options import GroupChain, Option, Snapshot, decide, order
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request

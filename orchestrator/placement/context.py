@@ -1,0 +1,87 @@
+"""Data on which the predictions for placements are based: the state of the cluster, and the prompt of an attempt.
+
+Read by `orchestrator.placement.options`. Runs on the event loop.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from baton.planning.planner import ChainPlanner
+from baton.prefix_blocks import PromptBlocks
+from baton.process.clock import Clock
+from baton.types import TokenRange
+from orchestrator.membership.members import Membership
+from orchestrator.membership.view import GenerationGroup, Group
+from orchestrator.placement.block_fetches import BlockSources
+from orchestrator.placement.chain_width import PromptChains, WidthPolicy
+from orchestrator.placement.generation_load import GenerationLoad
+from orchestrator.placement.prefix_index import PrefixIndex
+from orchestrator.requests.record import RequestRecord
+
+
+@dataclass(frozen=True)
+class PlacementContext:
+    """State of the cluster and settings that predictions are based on. Owned by the chooser."""
+
+    members: Membership
+    planner: ChainPlanner
+    policy: WidthPolicy
+    prefixes: PrefixIndex
+    sources: BlockSources
+    generation_load: GenerationLoad
+    clock: Clock
+    block_tokens: int
+
+    def planner_of(self, group: Group) -> ChainPlanner:
+        """Return the planner for the device on which the group's workers compute."""
+        return self.planner if group.profile is None else self.planner.for_device(group.profile)
+
+    def step_s(self, group: GenerationGroup, num_rows: int, num_tokens: int) -> float:
+        """Return the predicted seconds of a decode step of the group with `num_rows` sequences; 0 if there are none or
+        if the time cannot be predicted. It follows from the costs that the engine has learnt, or else from the planner
+        of its device. `num_tokens` is the number of tokens of a sequence, used if the group has none
+        yet."""
+        mean = self.generation_load.context_tokens(group.incarnation)
+        context = num_tokens if mean is None else mean
+        learnt = self.members.step_costs.get(group.name)
+        if num_rows < 1:
+            return 0.0
+        if learnt is not None and learnt.num_steps:
+            return learnt.plain.plain_s(num_rows, context)
+        planner = self.planner_of(group)
+        return 0.0 if planner.steps is None else planner.step_s(num_rows, context)
+
+
+class AttemptPrompt:
+    """Prompt of one attempt: its KV blocks, and the chains of ranks that could prefill it. Blocks and chains do not
+    change while the attempt waits. They are computed at first use, because hashing and predicting a long prompt takes a
+    while."""
+
+    def __init__(
+        self, context: PlacementContext, record: RequestRecord, blocks: Mapping[str, PromptBlocks] | None = None
+    ) -> None:
+        """Create the object. `blocks` are the prompt's KV blocks that have been computed already, by the fingerprint of
+        their KV layout."""
+        self.context = context
+        self.record = record
+        self._blocks = dict(blocks or {})
+        self._chains: dict[tuple[int, int], PromptChains] = {}
+
+    def blocks(self, layout_fingerprint: str) -> PromptBlocks:
+        """Return the KV blocks of all tokens whose KV the attempt needs. `layout_fingerprint` identifies the KV
+        layout."""
+        if layout_fingerprint not in self._blocks:
+            request = self.record.request
+            token_ids = (*request.prompt_ids, *self.record.output_ids)
+            made = PromptBlocks.of(token_ids, self.context.block_tokens, layout_fingerprint, request.prefix_salt)
+            self._blocks[layout_fingerprint] = made
+        return self._blocks[layout_fingerprint]
+
+    def chains(self, planner: ChainPlanner, start: int) -> PromptChains:
+        """Return the planner of chains that prefill the prompt from position `start` to its end, on ranks whose costs
+        `planner` predicts."""
+        key = id(planner), start
+        if key not in self._chains:
+            policy = replace(self.context.policy, planner=planner)
+            self._chains[key] = policy.chains(TokenRange(start, self.record.num_tokens), self.record.request.tenant)
+        return self._chains[key]
