@@ -9,7 +9,7 @@ messages and for waking threads. The duration of a job is modelled as
 The first three are the job's durations under nominal costs, and c is a fixed time. Launches are the minimum duration of
 a job whose layers wait for the launch of their kernels; they are 0 on a CPU. The four coefficients are fitted to the
 latest jobs by least squares of relative errors. Jobs that deviate much have a small weight, because something else may
-have delayed them. Where the jobs do not tell, a and b are the weighted median of observed over nominal seconds, and d
+have delayed them. Where the jobs leave them open, a and b are the weighted median of observed over nominal seconds, and d
 is 1. The median also counts one assumed job with its nominal duration, so that a short first prompt, which took long
 because of its fixed time, does not change the predictions for long prompts.
 
@@ -34,7 +34,7 @@ from baton.types import TokenRange
 _ASSUMED_TOKENS = 1024
 """Number of tokens of the assumed job."""
 _PRIOR_WEIGHT = 0.1
-"""Weight of the coefficients that are assumed where jobs do not tell, relative to that of one job."""
+"""Weight of the coefficients that are assumed where the jobs leave them open, relative to that of one job."""
 _CLOSE = 0.1
 """Relative error of a job up to which it has its full weight. The weight of other jobs is inversely proportional to
 their errors."""

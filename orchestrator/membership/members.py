@@ -11,7 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from baton.errors import NotFoundError, UnavailableError
 from baton.planning.step_cost import LearntCosts
@@ -34,12 +34,6 @@ T = TypeVar("T")
 
 _TIMER_S = 0.001
 """Margin in seconds when waiting for a breaker's transition. Timers of the event loop may fire one tick early."""
-
-
-class NoGroupError(UnavailableError):
-    """No group could serve the request in time. Not retryable, because the request has already waited for a group."""
-
-    retryable: ClassVar[bool] = False
 
 
 class Membership:

@@ -11,14 +11,15 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
-from baton.errors import DrainedError
+from baton.errors import DrainedError, UnavailableError
 from baton.planning.planner import ChainPlanner
 from baton.prefix_blocks import PromptBlocks
 from baton.process.clock import Clock
 from baton.results.prefill_trace import Placement
 from baton.types import TokenRange
-from orchestrator.membership.members import Membership, NoGroupError
+from orchestrator.membership.members import Membership
 from orchestrator.membership.view import GenerationGroup
 from orchestrator.placement.block_fetches import BlockFetch, BlockSources
 from orchestrator.placement.chain_width import WidthPolicy
@@ -38,6 +39,12 @@ from orchestrator.requests.config import Disaggregation, OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 
 logger = logging.getLogger(__name__)
+
+
+class NoGroupError(UnavailableError):
+    """No group could serve the request in time. Not retryable, because the request has already waited for a group."""
+
+    retryable: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)

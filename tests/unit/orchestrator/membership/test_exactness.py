@@ -12,8 +12,8 @@ from baton.proto_types import timings_from_proto
 from baton.sampling_params import SamplingParams
 from baton.types import RequestId
 from generate_workers.residency.traits import POLICIES
-from orchestrator.membership.members import NoGroupError
 from orchestrator.membership.view import ClusterView, GenerationGroup
+from orchestrator.placement.chooser import NoGroupError
 from orchestrator.placement.options import able_groups
 from orchestrator.requests.record import Finished, RequestRecord, Started
 from orchestrator.requests.request import Request

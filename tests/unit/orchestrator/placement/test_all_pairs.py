@@ -22,11 +22,11 @@ from baton.sampling_params import SamplingParams
 from baton.types import Epoch, JobId, Rank, RequestId
 from baton_lab.traffic.choosing import plan_now
 from orchestrator.membership.breakers import Breakers
-from orchestrator.membership.members import Membership, NoGroupError
+from orchestrator.membership.members import Membership
 from orchestrator.membership.prefill_queues import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.block_fetches import BlockFetch
-from orchestrator.placement.chooser import Chooser, Plan
+from orchestrator.placement.chooser import Chooser, NoGroupError, Plan
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Attempt, RequestRecord
 from orchestrator.requests.request import Request
