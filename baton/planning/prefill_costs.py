@@ -9,8 +9,8 @@ messages and for waking threads. The duration of a job is modelled as
 The first three are the job's durations under nominal costs, and c is a fixed time. Launches are the minimum duration of
 a job whose layers wait for the launch of their kernels; they are 0 on a CPU. The four coefficients are fitted to the
 latest jobs by least squares of relative errors. Jobs that deviate much have a small weight, because something else may
-have delayed them. Where the jobs leave them open, a and b are the weighted median of observed over nominal seconds, and d
-is 1. The median also counts one assumed job with its nominal duration, so that a short first prompt, which took long
+have delayed them. Where the jobs leave them open, a and b are the weighted median of observed over nominal seconds, and
+d is 1. The median also counts one assumed job with its nominal duration, so that a short first prompt, which took long
 because of its fixed time, does not change the predictions for long prompts.
 
 Jobs are always compared with nominal costs, so corrections do not accumulate. Durations are predicted by
