@@ -19,7 +19,7 @@ from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView
 from orchestrator.placement.chooser import Chooser, Plan
 from orchestrator.placement.context import AttemptPrompt
-from orchestrator.placement.options import Snapshot
+from orchestrator.placement.options import ClusterSnapshot
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Attempt, RequestRecord
 from orchestrator.requests.request import Request
@@ -33,7 +33,7 @@ def plan_now(chooser: Chooser, record: RequestRecord, held: ExitStack) -> Plan |
     groups = chooser.with_room(record, record.avoid)
     if not groups:
         return None
-    snapshot = Snapshot(AttemptPrompt(chooser.context, record))
+    snapshot = ClusterSnapshot(AttemptPrompt(chooser.context, record))
     options = chooser.cheapest(snapshot, groups)
     if chooser.lacks_chain(record, options):
         return None

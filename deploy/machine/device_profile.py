@@ -128,12 +128,16 @@ def worker_profile(place: WorkerPlace) -> DeviceProfile:
 def measure_in_child(device: str, dtype: str) -> None:
     """Measure a profile that is not kept yet in a child process, which releases all memory at its end. If that fails, a
     warning is logged."""
-    command = [sys.executable, "-m", "deploy.machine.device_profile", "--device", device, "--dtype", dtype]
-    nothing = subprocess.DEVNULL
-    run = subprocess.run(command, check=False, stdin=nothing, stdout=nothing, stderr=subprocess.PIPE, text=True)
-    if run.returncode:
-        reason = (run.stderr.strip().splitlines() or ["no message"])[-1]
+    if reason := failure_of("deploy.machine.device_profile", "--device", device, "--dtype", dtype):
         logger.warning("%s: nominal rates are used, because the device could not be measured: %s", device, reason)
+
+
+def failure_of(module: str, *arguments: str) -> str:
+    """Run a module as a program. Return the last line of its error output if it failed, or an empty string if it
+    succeeded."""
+    command, nothing = [sys.executable, "-m", module, *arguments], subprocess.DEVNULL
+    run = subprocess.run(command, check=False, stdin=nothing, stdout=nothing, stderr=subprocess.PIPE, text=True)
+    return (run.stderr.strip().splitlines() or ["no message"])[-1] if run.returncode else ""
 
 
 def must_measure(device: str, dtype_bytes: int, gpu: str = "") -> bool:

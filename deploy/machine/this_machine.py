@@ -7,7 +7,6 @@ import os
 import runpy
 import shutil
 import subprocess
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,9 +16,10 @@ from rich.console import Console
 
 from baton.modeling.kernels import native
 from baton.modeling.kernels.kept_choice import load_choice
+from baton.process.memory import free_bytes
 from baton.types import KernelChoice
 from deploy.config.environment import visible_gpus
-from deploy.machine.device_profile import DTYPE_BYTES, must_measure
+from deploy.machine.device_profile import DTYPE_BYTES, failure_of, must_measure
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +84,10 @@ def prepare_machine(console: Console) -> Machine:
 def inspect_machine() -> Machine:
     """Return the properties of this machine that need no measurement. The kernels are left empty."""
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = free_bytes() if Path("/proc/meminfo").is_file() else pages
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    machine = Machine(frozenset(cores), _available_bytes() or pages, shm, native.chosen_set())
+    machine = Machine(frozenset(cores), available, shm, native.chosen_set())
     return replace(machine, gpus=find_gpus(), has_cuda=_has_cuda())
 
 
@@ -157,7 +158,7 @@ def prepare_kernels(console: Console) -> tuple[KernelChoice, ...]:
     in a separate process, because a launcher does not import torch."""
     if native.may_need_measuring():
         with _doing("measuring the kernels on this processor", console):
-            if reason := _failure_of("baton.modeling.kernels"):
+            if reason := failure_of("baton.modeling.kernels"):
                 console.print(f"kernels cannot be measured ({reason}): workers measure them as they start")
     choice = load_choice()
     return () if choice is None else (choice,)
@@ -168,7 +169,7 @@ def _prepare_rates(console: Console) -> None:
     separate process. Must be called after `prepare_kernels`, because the chosen kernels are measured."""
     if any(must_measure("cpu", dtype_bytes) for dtype_bytes in DTYPE_BYTES.values()):
         with _doing("measuring what a core of this processor reaches", console):
-            if reason := _failure_of("deploy.machine.device_profile"):
+            if reason := failure_of("deploy.machine.device_profile"):
                 console.print(f"rates cannot be measured ({reason}): predictions begin with assumed ones")
 
 
@@ -178,18 +179,3 @@ def _doing(text: str, console: Console) -> AbstractContextManager[object]:
         return console.status(text)
     console.print(text, markup=False, soft_wrap=True)
     return nullcontext()
-
-
-def _failure_of(module: str) -> str:
-    """Run a module as a program. Return the last line of its error output if it failed, or an empty string if it
-    succeeded."""
-    command = [sys.executable, "-m", module]
-    run = subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    return (run.stderr.strip().splitlines() or ["no message"])[-1] if run.returncode else ""
-
-
-def _available_bytes() -> int:
-    """Return MemAvailable in bytes, which includes memory that caches would release; 0 if /proc does not exist."""
-    path = Path("/proc/meminfo")
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)

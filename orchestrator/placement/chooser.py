@@ -26,9 +26,9 @@ from orchestrator.placement.chain_width import WidthPolicy
 from orchestrator.placement.context import AttemptPrompt, PlacementContext
 from orchestrator.placement.generation_load import NO_TOKENS, GenerationLoad
 from orchestrator.placement.options import (
+    ClusterSnapshot,
     GroupChain,
     Option,
-    Snapshot,
     able_groups,
     could_serve,
     decide,
@@ -114,7 +114,7 @@ class Chooser:
         """
         groups = await self._await_room(record, record.avoid | {*full})
         prompt = AttemptPrompt(self.context, record)
-        look = partial(Snapshot, prompt, uses_cached=uses_cached, fetches=fetches)
+        look = partial(ClusterSnapshot, prompt, uses_cached=uses_cached, fetches=fetches)
         snapshot = look()
         options = self.cheapest(snapshot, groups)
         generation = options[0].generation
@@ -123,7 +123,7 @@ class Chooser:
             snapshot, options = await self._await_chain(partial(look, held=generation.name), options[0])
         return self.planned(snapshot, options)
 
-    def cheapest(self, snapshot: Snapshot, groups: Sequence[GenerationGroup]) -> list[Option]:
+    def cheapest(self, snapshot: ClusterSnapshot, groups: Sequence[GenerationGroup]) -> list[Option]:
         """Return the options on that one of these generation groups which has the cheapest permitted option."""
         record = snapshot.record
         options = snapshot.options(groups, record.avoid, by_chain=self._may_chain(record))
@@ -138,7 +138,7 @@ class Chooser:
         has_chain = any(each.chain is not None for each in options)
         return not (has_chain or self._rule(record, options[0].generation))
 
-    def planned(self, snapshot: Snapshot, options: Sequence[Option]) -> Plan:
+    def planned(self, snapshot: ClusterSnapshot, options: Sequence[Option]) -> Plan:
         """Select one of these options, which are on one generation group. Add the attempt to the list of attempts on
         this group, and return its plan."""
         record, generation = snapshot.record, options[0].generation
@@ -177,7 +177,7 @@ class Chooser:
         if plan.chain is None:
             return plan
         prompt = AttemptPrompt(self.context, record, {plan.generation.layout_fingerprint: plan.blocks})
-        snapshot = Snapshot(prompt, uses_cached=plan.uses_cached, fetches=False, held=plan.generation.name)
+        snapshot = ClusterSnapshot(prompt, uses_cached=plan.uses_cached, fetches=False, held=plan.generation.name)
         chains = snapshot.by_chains(plan.generation, record.avoid)
         return replace(plan, chain=chains[0].chain if chains else plan.chain)
 
@@ -194,7 +194,7 @@ class Chooser:
         groups = self.with_room(record) or able_groups(self._members.view, record)
         if not groups:
             return 0.0
-        options = self.cheapest(Snapshot(AttemptPrompt(self.context, record)), groups)
+        options = self.cheapest(ClusterSnapshot(AttemptPrompt(self.context, record)), groups)
         option, _ = decide(options, self._rule(record, options[0].generation), self._policy(record))
         return 0.0 if option.terms is None else option.terms.own_s
 
@@ -216,7 +216,9 @@ class Chooser:
             avoid, end_s = (), self._end_s((), self._config.generation_wait_s)
         return groups
 
-    async def _await_chain(self, look: Callable[[], Snapshot], local: Option) -> tuple[Snapshot, list[Option]]:
+    async def _await_chain(
+        self, look: Callable[[], ClusterSnapshot], local: Option
+    ) -> tuple[ClusterSnapshot, list[Option]]:
         """Wait until a prefill group is ready for the generation group of `local`, at most as long as a local prefill
         is predicted to take. Return a new snapshot and the options on this group."""
         snapshot, wait_s = look(), self._config.prefill_wait_s

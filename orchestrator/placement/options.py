@@ -86,7 +86,7 @@ class Option(NamedTuple):
         return float("inf") if self.terms is None else round(self.terms.cost_s, _DIGITS)
 
 
-class Snapshot:
+class ClusterSnapshot:
     """Options for one attempt at one moment. They are valid only until another task runs."""
 
     def __init__(

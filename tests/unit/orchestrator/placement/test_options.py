@@ -13,7 +13,7 @@ from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGr
 from orchestrator.placement.chain_width import WidthPolicy
 from orchestrator.placement.chooser import Chooser
 from orchestrator.placement.context import AttemptPrompt
-from orchestrator.placement.options import GroupChain, Option, Snapshot, decide, order
+from orchestrator.placement.options import ClusterSnapshot, GroupChain, Option, decide, order
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
@@ -134,7 +134,7 @@ def test_of_many_groups_those_with_the_prompt_s_blocks_and_the_least_load_are_pr
     record = request()
     prompt = AttemptPrompt(chooser.context, record)
     chooser.prefixes.use("s38", prompt.blocks("layout").names[:1])
-    snapshot = Snapshot(prompt)
+    snapshot = ClusterSnapshot(prompt)
     priced = [group.name for group in snapshot._sample(prefill, "layout")]
     assert priced == ["p38", "p39", *(f"p{number}" for number in range(14))]
     best = snapshot.by_chains(A)[0].chain
