@@ -17,6 +17,8 @@ from baton.planning import calibration, step_times
 from baton.planning.calibration import Calibration, Points, measured_link
 from baton.planning.chain.wavefront import rank_seconds, work_of
 from baton.planning.cost_model import BATON, CostModel, Kernel, LinkModel
+from baton.planning.device_profile import DeviceProfile
+from baton.planning.hardware import Hardware
 from baton.planning.planner import ChainPlanner
 from baton.planning.step_times import StepTimes
 from baton.planning.work_cost import WorkCost
@@ -86,6 +88,17 @@ class PacedHardware:
     @classmethod
     def load(cls, folder: Path) -> Self:
         return cls(calibration.load(folder / _FILES[0]), step_times.load(folder / _FILES[1]))
+
+    def slower(self, factor: float) -> Self:
+        """Return hardware that takes `factor` times as long for prefills."""
+        return replace(self, prefill=replace(self.prefill, cost=self.prefill.cost.times(factor)))
+
+    def profile(self, name: str) -> DeviceProfile:
+        """Return the profile of a device with these costs of prefill, by which workers are told apart."""
+        cost, shape = self.prefill.cost, self.prefill.shape
+        linear, pair = shape.linear_flops / cost.linear_s, shape.pair_flops / cost.pair_s
+        bandwidth = shape.step_weights * shape.dtype_bytes / self.steps.cost.step_s
+        return DeviceProfile(name, "cpu", Hardware(linear, pair, cost.link, memory_bandwidth=bandwidth), bandwidth)
 
     def planner(self, *, max_ranks: int, max_tokens: int = 8192) -> ChainPlanner:
         """Return a planner with the orchestrator's predictions."""

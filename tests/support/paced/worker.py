@@ -2,6 +2,7 @@
 tests.support.paced.worker`. It reads the simulated hardware from the model's folder."""
 
 import asyncio
+import json
 import sys
 from dataclasses import replace
 
@@ -31,15 +32,23 @@ from prefill_workers.servicer import PrefillServer
 from tests.support.paced.engines import PacedPolicy, PacedPrefillEngine, PacedStepDecoder, PacedSteps
 from tests.support.paced.hardware import PacedHardware
 
+SLOWER_GROUPS = "slower.json"
+"""Name of the file, in the model's folder, with the factor by which prefill groups are slower, by name of the group."""
+
 
 async def start_paced(config: WorkerConfig, model: LoadedModel | None) -> Server:
-    """Start the server of a worker of either role. The worker does not store prefixes."""
+    """Start the server of a worker of either role. The worker does not store prefixes. If the model's folder has the
+    file `SLOWER_GROUPS`, prefill groups that it names are slower, and ranks report a profile."""
     assert model is not None
     decoder = await asyncio.to_thread(model.load, config.place)
-    hardware = PacedHardware.load(config.place.model_folder)
+    hardware, profile = PacedHardware.load(config.place.model_folder), None
+    if (slower := config.place.model_folder / SLOWER_GROUPS).exists():
+        factor = json.loads(slower.read_text()).get(config.group_name, 1.0)
+        hardware = hardware.slower(factor)
+        profile = hardware.profile(f"paced, {factor:g} times as slow")
     if isinstance(config.section, PrefillConfig):
         engine = PacedPrefillEngine(decoder, hardware, config.section)
-        server: Server = await PrefillServer.start(engine, config.place)
+        server: Server = await PrefillServer.start(engine, config.place, profile=profile)
     else:
         assert isinstance(config.section, EngineConfig)
         server = await start_group(config.place, config.section, hardware, decoder)
