@@ -171,11 +171,12 @@ class ChainPlanner:
         basis = self._basis
         if not ranks:
             return
-        run_ns = max(rank.end_ns for rank in ranks) - min(rank.start_ns for rank in ranks)
-        tail_ns = max(rank.push_end_ns for rank in ranks) - max(rank.end_ns for rank in ranks)
-        num_bytes = sum(rank.num_bytes_pushed for rank in ranks)
-        if num_bytes:
-            self._push_pace.note(max(tail_ns, 0) / 1e9, self._push_s(num_bytes, run_ns / 1e9))
+        if num_bytes := sum(rank.num_bytes_pushed for rank in ranks):
+            link, end_ns = basis.calibration.cost.link, max(rank.end_ns for rank in ranks)
+            tail_s = max((max(rank.push_end_ns for rank in ranks) - end_ns) / 1e9 - link.latency_s, 0.0)
+            run_s = (end_ns - min(rank.start_ns for rank in ranks)) / 1e9
+            moved_s = min(tail_s * self.cost.num_layers, tail_s + run_s)  # the tail is the larger of the two in `push_s`
+            self._push_pace.note(moved_s, num_bytes / link.bandwidth)
         if basis.calibration.is_measured:
             return
         self._rank_costs.observe(group, ranks)
@@ -232,14 +233,15 @@ class ChainPlanner:
         already sent.
 
         The KV of the last layer is always sent after the computation. On a slow link, so is some KV of earlier layers.
-        The time is computed from the link's nominal bandwidth, and multiplied by the factor by which earlier pushes
-        took longer than predicted. Returns 0 if the costs contain a link for pushing KV (`cost.push`), because `ttft_s`
+        The time is computed from the link's nominal latency, and from its bandwidth as observed at earlier pushes or,
+        before the first push, from its nominal bandwidth. Returns 0 if the costs contain a link for pushing KV (`cost.push`), because `ttft_s`
         then includes the push.
         """
         if self.cost.push is not None:
             return 0.0  # ttft_s includes the push
-        num_bytes = num_tokens * self.cost.kv_bytes * self.cost.num_layers
-        return self._push_pace.factor * self._push_s(num_bytes, prefill_s)
+        link, num_layers = self._basis.calibration.cost.link, self.cost.num_layers
+        moved_s = self._push_pace.factor * num_tokens * self.cost.kv_bytes * num_layers / link.bandwidth
+        return link.latency_s + max(moved_s / num_layers, moved_s - prefill_s)
 
     def alone_s(self, tokens: TokenRange) -> float | None:
         """Return the predicted time in seconds in which a generation group computes `tokens` itself while no other
@@ -306,12 +308,6 @@ class ChainPlanner:
     def _nominal_fetch_s(self, num_bytes: int, *, is_far: bool) -> float:
         link = self._basis.calibration.cost.link
         return _FETCH_S + (2 * link.latency_s if is_far else 0.0) + num_bytes / link.bandwidth
-
-    def _push_s(self, num_bytes: int, prefill_s: float) -> float:
-        """Return the time in seconds of pushing KV after the chain has computed, from the link's nominal rates."""
-        link = self._basis.calibration.cost.link
-        last_s = num_bytes / self.cost.num_layers / link.bandwidth
-        return link.latency_s + max(last_s, num_bytes / link.bandwidth - prefill_s)
 
     def layer_s(self, chunks: Sequence[TokenRange]) -> float:
         """Return the duration in seconds of the longest single operation of a layer in the chain. An operation is the
