@@ -175,7 +175,7 @@ class ChainPlanner:
             link, end_ns = basis.calibration.cost.link, max(rank.end_ns for rank in ranks)
             tail_s = max((max(rank.push_end_ns for rank in ranks) - end_ns) / 1e9 - link.latency_s, 0.0)
             run_s = (end_ns - min(rank.start_ns for rank in ranks)) / 1e9
-            moved_s = min(tail_s * self.cost.num_layers, tail_s + run_s)  # the tail is the larger of the two in `push_s`
+            moved_s = min(tail_s * self.cost.num_layers, tail_s + run_s)  # tail_s: the larger part, as in `push_s`
             self._push_pace.note(moved_s, num_bytes / link.bandwidth)
         if basis.calibration.is_measured:
             return
@@ -234,8 +234,8 @@ class ChainPlanner:
 
         The KV of the last layer is always sent after the computation. On a slow link, so is some KV of earlier layers.
         The time is computed from the link's nominal latency, and from its bandwidth as observed at earlier pushes or,
-        before the first push, from its nominal bandwidth. Returns 0 if the costs contain a link for pushing KV (`cost.push`), because `ttft_s`
-        then includes the push.
+        before the first push, from its nominal bandwidth. Returns 0 if the costs contain a link for pushing KV
+        (`cost.push`), because `ttft_s` then includes the push.
         """
         if self.cost.push is not None:
             return 0.0  # ttft_s includes the push
