@@ -61,7 +61,7 @@ def measured_cost(place: WorkerPlace) -> WorkCost | None:
     try:
         found = load_kept(Path(place.step_times)) if place.step_times else None
     except ConfigError as error:
-        logger.warning("drafts are planned by nominal costs at first: %s", error)
+        logger.warning("steps are predicted by nominal costs at first: %s", error)
         return None
     return None if found is None or not found.is_measured else found.cost
 

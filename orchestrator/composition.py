@@ -89,7 +89,7 @@ def build_orchestrator(
     chooser = attempt_runner.chooser
     poller = WorkerPoller(members, clients, clock, journal.stepped, lease_ttl_s=config.lease_ttl_s)
     operations = GroupOperations(members, poller)
-    fleet = LiveFleet(members, chooser.generation_load, planner, clock)
+    fleet = LiveFleet(chooser.context)
     times = LeadTimes(config.autoscaling.cold_start_s, config.autoscaling.flip_s)
     actuator = Actuator(members, operations, clock, times, lends_ranks=planner.max_ranks > 1)
     scaler = Scaler(fleet, actuator, journal.metrics, clock, config.autoscaling)

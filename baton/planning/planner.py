@@ -48,12 +48,10 @@ and transfer of bytes are not included."""
 
 @dataclass(frozen=True)
 class PredictionBasis:
-    """Calibration, costs and knots (best partitions for some context lengths) from which predictions are computed.
-    Immutable: to change it, the planner replaces the whole object."""
+    """Calibration and knots (best partitions for some context lengths) from which predictions are computed. Immutable:
+    to change it, the planner replaces the whole object."""
 
     calibration: Calibration
-    cost: CostModel
-    """Costs of the calibration. If they are nominal, they are corrected by the observed durations of finished jobs."""
     knots: PartitionTable
 
 
@@ -94,12 +92,13 @@ class ChainPlanner:
         """Durations of generation steps, by number of sequences and tokens. None: unknown."""
         self.devices = devices
         """Names of the device profiles for which this planner was made."""
-        self._others: dict[str, ChainPlanner] = {}
-        """Planners for other devices than that of the calibration, by the name of the device."""
+        self._others: dict[tuple[str, bool], ChainPlanner] = {}
+        """Planners for other devices than that of the calibration, by the device's name and whether its rates were
+        measured."""
         if table is None:
             self._basis = self.search(calibration)
         else:
-            self._basis = PredictionBasis(calibration, calibration.cost, table)
+            self._basis = PredictionBasis(calibration, table)
         self._num_searched = max(self._basis.knots.knots, default=1)
         self._forget()
 
@@ -117,18 +116,26 @@ class ChainPlanner:
     def cost(self) -> CostModel:
         """Costs that are used for predictions. If the calibration is nominal, its costs are corrected by the observed
         durations of finished jobs."""
-        return self._basis.cost
+        calibration = self._basis.calibration
+        return calibration.cost if calibration.is_measured else self._rank_costs.cost
 
-    def for_device(self, profile: DeviceProfile) -> "ChainPlanner":
-        """Return the planner for workers whose device has this profile. If the profile is that of a device for which
-        this planner was made (`devices`), return this planner. Otherwise return one with nominal costs, which corrects
-        them by what it observes of these workers. It compares a few partitions and searches none."""
-        if profile.name in self.devices:
+    def for_device(self, profile: DeviceProfile, *, is_only: bool = False) -> "ChainPlanner":
+        """Return the planner for workers whose device has this profile. `is_only` is True if all workers of their role
+        have equal devices.
+
+        This planner is returned if it was made for this device (`devices`), or if its costs were measured and the
+        device is the only one, on which they must have been measured. Otherwise a planner with nominal costs is
+        returned, which corrects them by what it observes of these workers. It compares a few partitions and searches
+        none.
+        """
+        is_measured = self.calibration.is_measured or (self.steps is not None and self.steps.is_measured)
+        if profile.name in self.devices or (is_only and is_measured):
             return self
-        if profile.name not in self._others:
+        key = profile.name, profile.is_measured
+        if key not in self._others:
             shape, model = self.calibration.shape, self.calibration.model
             steps = None if self.steps is None else nominal_steps(model, profile.name, shape, profile.hardware)
-            made = ChainPlanner(
+            self._others[key] = ChainPlanner(
                 nominal(model, profile.name, shape, profile.hardware),
                 max_ranks=self.max_ranks,
                 max_tokens=self.max_tokens,
@@ -136,8 +143,7 @@ class ChainPlanner:
                 local=None if self.local is None else replace(self.local, speed=1.0),
                 table=PartitionTable({}),
             )
-            self._others[profile.name] = made
-        return self._others[profile.name]
+        return self._others[key]
 
     def use_steps(self, steps: StepTimes) -> None:
         """Use `steps` for all later predictions of generation steps."""
@@ -156,7 +162,7 @@ class ChainPlanner:
             factor = 2 if width <= _CLOSE_RANKS else 4
             powers = range(1 + int(math.log(longest / least, factor))) if longest > least else range(1)
             contexts[width] = [min(least, longest), *(longest // factor**power for power in powers)]
-        return PredictionBasis(calibration, calibration.cost, build_table(calibration.cost, BATON, contexts))
+        return PredictionBasis(calibration, build_table(calibration.cost, BATON, contexts))
 
     def adopt(self, basis: PredictionBasis) -> None:
         """Use `basis`, a result of `search`, for all later predictions. Drop all observed durations. Predictions that
@@ -180,7 +186,6 @@ class ChainPlanner:
         if basis.calibration.is_measured:
             return
         self._rank_costs.observe(group, ranks)
-        self._basis = replace(basis, cost=self._rank_costs.cost)
 
     def chunks(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
         """Partition `tokens` into consecutive, non-empty ranges, one for each rank in rank order. Tokens before
@@ -203,9 +208,9 @@ class ChainPlanner:
             return (tokens,)
         if not tokens.start and width <= min(_CLOSE_RANKS, self._num_searched):
             return self._basis.knots.partition(tokens, width)
-        basis = self._basis
-        shapes = np.array(self._shapes(tokens, width, basis), dtype=np.float64)
-        times = chain_ttft(shapes, basis.cost, BATON, cached=tokens.start)
+        cost = self.cost
+        shapes = np.array(self._shapes(tokens, width, cost), dtype=np.float64)
+        times = chain_ttft(shapes, cost, BATON, cached=tokens.start)
         return as_ranges([int(chunk) for chunk in shapes[times.argmin()]], tokens.start)
 
     def ttft_s(self, chunks: Sequence[TokenRange]) -> float:
@@ -319,13 +324,13 @@ class ChainPlanner:
         message_s = cost.link.seconds(sum(lengths[:-1]) * cost.kv_bytes) if len(lengths) > 1 else 0.0
         return max(float(work.layer.max()), cost.issue_s, message_s)
 
-    def _shapes(self, tokens: TokenRange, width: int, basis: PredictionBasis) -> list[tuple[int, ...]]:
+    def _shapes(self, tokens: TokenRange, width: int, cost: CostModel) -> list[tuple[int, ...]]:
         """Return the partitions to compare when no knot is close."""
-        num_tokens, cost = len(tokens), basis.cost
+        num_tokens = len(tokens)
         balanced = analytic_seed(num_tokens, width, cost, BATON.kernel, cached=tokens.start)
         if width > self._num_searched:
             return [balanced, *tapered(num_tokens, width)]
-        return [balanced, tuple(len(each) for each in basis.knots.partition(tokens, width))]
+        return [balanced, tuple(len(each) for each in self._basis.knots.partition(tokens, width))]
 
 
 def _lengths(chunks: Sequence[TokenRange]) -> tuple[tuple[int, ...], int]:

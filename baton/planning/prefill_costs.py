@@ -38,8 +38,10 @@ _PRIOR_WEIGHT = 0.1
 _CLOSE = 0.1
 """Relative error of a job up to which it has its full weight. The weight of other jobs is inversely proportional to
 their errors."""
-_FITS = 4
-"""Number of fits after each job. Each uses the weights, and the larger of the two durations, of the fit before it."""
+_FITS = 3
+"""Number of successive fits. Each uses the weights, and the larger of the two durations, of the fit before it."""
+_NEW_JOBS = 4
+"""Number of new jobs after which costs are fitted again, if the number of known jobs is the maximum."""
 _MOST = 32.0
 """Maximum factor by which one job may count as slower or faster than its nominal duration."""
 
@@ -53,15 +55,25 @@ class PrefillCosts:
 
     def __init__(self, nominal: CostModel) -> None:
         """Create an estimate without observations."""
-        self.cost = nominal
-        """Costs that follow from the jobs so far."""
-        self._nominal = nominal
+        self._nominal = self._cost = nominal
+        self._num_new = 0
+        """Number of jobs since the latest fit."""
+        self._assumed_s = sum(ranks_s([TokenRange(0, _ASSUMED_TOKENS)], nominal))
         self._jobs: deque[tuple[NDArray[np.float64], float]] = deque(maxlen=NUM_RECENT)
         """Recent jobs: nominal seconds of matrix products, attention, fixed time (1) and launches, and the observed
         seconds."""
         self._passed_over = PassedOver()
         self._latest_ns: dict[Hashable, int] = {}
         """Start time of the latest known job in unix nanoseconds, by (group, rank)."""
+
+    @property
+    def cost(self) -> CostModel:
+        """Costs that follow from the jobs so far. They are fitted when they are read after `_NEW_JOBS` new jobs, and
+        after each of the first jobs."""
+        if self._num_new >= (_NEW_JOBS if len(self._jobs) == NUM_RECENT else 1):
+            self._num_new = 0
+            self._cost = self._fitted()
+        return self._cost
 
     def __len__(self) -> int:
         """Return the number of observed jobs on which the estimate is based."""
@@ -105,7 +117,7 @@ class PrefillCosts:
         if nominal_s > 0 and seconds > 0:
             self._passed_over.reset()
             self._jobs.append((job, min(max(seconds, nominal_s / _MOST), nominal_s * _MOST)))
-            self._fit()
+            self._num_new += 1
 
     def pass_over(self) -> None:
         """Record that a prefill on this kind of device was not chosen because of its predicted duration. After many
@@ -113,13 +125,12 @@ class PrefillCosts:
         again."""
         if self._passed_over.count() and self._jobs:
             self._jobs.popleft()
-            self._fit()
+            self._num_new = _NEW_JOBS
 
-    def _fit(self) -> None:
-        """Fit the costs to the recent jobs."""
+    def _fitted(self) -> CostModel:
+        """Return the costs that fit the recent jobs."""
         if not self._jobs:
-            self.cost = self._nominal
-            return
+            return self._nominal
         jobs_NC, seconds_N = np.array([job for job, _ in self._jobs]), np.array([seconds for _, seconds in self._jobs])
         factors_C = np.array([1.0, 1.0, 0.0, 1.0])
         weights_N = np.ones(len(seconds_N))
@@ -138,9 +149,9 @@ class PrefillCosts:
             weights_N = _CLOSE / np.maximum(errors_N, _CLOSE)
         linear, pair, fixed_s, launch = (float(factor) for factor in factors_C)
         nominal = self._nominal
-        self.cost = replace(
+        return replace(
             nominal,
-            linear_s=linear * nominal.linear_s,
+            linear_s=max(linear * nominal.linear_s, _TINY_S),
             pair_s=pair * nominal.pair_s,
             fixed_s=linear * nominal.fixed_s + fixed_s / nominal.num_layers,
             issue_s=launch * nominal.issue_s,
@@ -153,8 +164,7 @@ class PrefillCosts:
         until the number of jobs is the maximum."""
         known = [(float(seconds), float(job[:2].sum())) for job, seconds in zip(jobs_NC, seconds_N, strict=True)]
         if len(self._jobs) < NUM_RECENT:
-            assumed_s = sum(ranks_s([TokenRange(0, _ASSUMED_TOKENS)], self._nominal))
-            known.append((assumed_s, assumed_s))
+            known.append((self._assumed_s, self._assumed_s))
         return median_ratio(known)
 
 

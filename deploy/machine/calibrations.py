@@ -139,16 +139,10 @@ def served_calibration_path(plan: ClusterPlan) -> Path:
 
 
 def served_step_times_path(plan: ClusterPlan) -> Path:
-    """Return the path of the file in which a cluster's step times are stored. The file may not exist. Raises ModelError
-    if the model is not valid."""
-    return path_beside(served_calibration_path(plan), _assumed_steps(plan))
-
-
-def engine_step_times(plan: ClusterPlan) -> str:
-    """Return the path of the file with a cluster's step times. The engines use these times to decide how many tokens to
-    draft. The file may not exist. Return an empty string if speculation is off. Raises ModelError if the model is not
+    """Return the path of the file in which a cluster's step times are stored. Engines start with these times, until
+    they have learnt the costs of their own steps. The file may not exist. Raises ModelError if the model is not
     valid."""
-    return "" if plan.config.generate.speculation == "off" else str(served_step_times_path(plan))
+    return path_beside(served_calibration_path(plan), _assumed_steps(plan))
 
 
 def _assumed_steps(plan: ClusterPlan) -> StepTimes:

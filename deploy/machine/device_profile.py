@@ -158,7 +158,8 @@ def keep_missing(device: str, dtypes: Sequence[str], gpu: str = "") -> bool:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if this process dies
         for dtype in (each for each in dtypes if must_measure(device, DTYPE_BYTES[each], gpu)):
             try:
-                if (profile := measure(device, dtype, len(os.sched_getaffinity(0)))) is not None:
+                num_threads = max(int(min(len(os.sched_getaffinity(0)), cpu_quota())), 1)
+                if (profile := measure(device, dtype, num_threads)) is not None:
                     save(profile, paths[dtype])
             finally:
                 paths[dtype].with_suffix(".tried").touch()

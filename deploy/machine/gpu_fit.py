@@ -89,7 +89,7 @@ def gpu_costs(model: ResolvedModel, dtype: str, gpu: GpuState, num_slots: int) -
 
 def engine_sizes(config: ClusterConfig, model: ResolvedModel, gpu: GpuState, steps: StepTimes) -> dict[str, int]:
     """Return settings of an engine on a GPU: the number of slots and the tokens of a slot. Empty if the memory of the
-    GPU is unknown, or if KV is not in its memory. `steps`: predicted durations of steps.
+    GPU is unknown or too small for a sequence, or if KV is not in its memory. `steps`: predicted durations of steps.
 
     The number of slots is the largest one for which each slot has KV memory for `SEQUENCE_TOKENS` tokens, and a step of
     all slots is predicted to take less than `_STEP_S` seconds. A slot has as many tokens as the model has positions, at
@@ -102,8 +102,12 @@ def engine_sizes(config: ClusterConfig, model: ResolvedModel, gpu: GpuState, ste
     kv_bytes = min(kv_bytes, generate.kv_memory_bytes or kv_bytes)
     logit_bytes, token_bytes = _LOGIT_BYTES * model.shape(dtype).vocab, model.token_bytes(dtype)
     most = kv_bytes // (SEQUENCE_TOKENS * token_bytes + logit_bytes)
+    if most < 1:
+        return {}
     fast = (each for each in _NUM_SLOTS if each <= most and steps.step_s(each, PROMPT_TOKENS) < _STEP_S)
     num_slots = next(fast, min(_NUM_SLOTS))
+    if kv_bytes < SEQUENCE_TOKENS * token_bytes + num_slots * logit_bytes:
+        num_slots = most  # fewer sequences, so that one has enough tokens
     num_blocks = max((kv_bytes - num_slots * logit_bytes) // (token_bytes * _BLOCK_TOKENS), 1)
     tokens = min(num_blocks * _BLOCK_TOKENS, model.config.max_position, _MOST_TOKENS)
     return {"num_slots": num_slots, "max_slot_tokens": tokens}

@@ -36,7 +36,6 @@ from deploy.groups.roster import Roster
 from deploy.groups.spawner import WorkerHandle
 from deploy.groups.surroundings import Heartbeat, Surroundings
 from deploy.machine.calibrations import (
-    engine_step_times,
     served_calibration_path,
     served_planner,
     served_step_times_path,
@@ -267,7 +266,7 @@ class SupervisorActor:
         path is the same after a restart of the supervisor."""
         kept = self._memory.step_times
         if str(folder) not in kept:
-            found = engine_step_times(ClusterPlan(self._config, self._model_here(model)))
+            found = str(served_step_times_path(ClusterPlan(self._config, self._model_here(model))))
             self._memory = replace(self._memory, step_times={**kept, str(folder): found})
             if self._keeper is not None:  # else it is saved when all groups have started
                 self._memory.save(self._config.name)

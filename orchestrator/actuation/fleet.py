@@ -6,14 +6,11 @@ Reads the data of `orchestrator.membership` and `orchestrator.placement`, and ha
 Runs on the asyncio loop.
 """
 
-from baton.planning.planner import ChainPlanner
-from baton.process.clock import Clock
 from orchestrator.autoscaling.actions import FleetState
 from orchestrator.autoscaling.demand import Backlog, ServiceModel
 from orchestrator.autoscaling.prediction import Allocation
 from orchestrator.autoscaling.traffic import TrafficWindow
-from orchestrator.membership.members import Membership
-from orchestrator.placement.generation_load import GenerationLoad
+from orchestrator.placement.context import PlacementContext
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.states import RequestState
 
@@ -24,17 +21,15 @@ _WITHOUT_TOKENS = _UNPLACED | {RequestState.PREFILLING}
 class LiveFleet:
     """The groups and requests of a running cluster, as the autoscaler sees them."""
 
-    def __init__(
-        self, members: Membership, generation_load: GenerationLoad, planner: ChainPlanner, clock: Clock
-    ) -> None:
-        """`generation_load`: the requests that each generation group serves. If `planner` has no step times,
-        `LiveFleet.service` returns None."""
+    def __init__(self, context: PlacementContext) -> None:
+        """Create the object. If the planner of `context` has no step times, `LiveFleet.service` returns None."""
         self.window = TrafficWindow()
         """Recent arrivals and ends of requests, from which the traffic is forecast."""
-        self._members = members
-        self._generation_load = generation_load
-        self._planner = planner
-        self._clock = clock
+        self._context = context
+        self._members = context.members
+        self._generation_load = context.generation_load
+        self._planner = context.planner
+        self._clock = context.clock
         self._service: ServiceModel | None = None
         self._records: dict[int, RequestRecord] = {}
         """Records of requests that have arrived and have not ended. The key is `id(record)`."""
@@ -58,10 +53,11 @@ class LiveFleet:
     def service(self) -> ServiceModel | None:
         """Return the model that predicts how long groups take to serve requests. None before the first generation group
         has started, or if the planner has no step times."""
-        groups = self._members.present.generation
-        if groups and self._planner.steps is not None:
-            costs = self._members.step_costs
-            self._service = ServiceModel(self._planner, self._planner.max_ranks, groups[0].num_slots, costs)
+        present = self._members.present
+        if present.generation and self._planner.steps is not None:
+            planner = self._context.planner_of(present.groups[0])
+            num_slots, costs = present.generation[0].num_slots, self._members.step_costs
+            self._service = ServiceModel(planner, planner.max_ranks, num_slots, costs)
         return self._service
 
     def state(self, target: Allocation, service: ServiceModel, clear_s: float) -> FleetState:

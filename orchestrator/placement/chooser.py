@@ -120,7 +120,8 @@ class Chooser:
         generation = options[0].generation
         held.enter_context(self._members.hold(generation.name, record.request.num_slots))
         if self.lacks_chain(record, options):
-            snapshot, options = await self._await_chain(partial(look, held=generation.name), options[0])
+            local = min(options, key=lambda each: each.cost_s)
+            snapshot, options = await self._await_chain(partial(look, held=generation.name), local)
         return self.planned(snapshot, options)
 
     def cheapest(self, snapshot: ClusterSnapshot, groups: Sequence[GenerationGroup]) -> list[Option]:
@@ -232,7 +233,8 @@ class Chooser:
                 return snapshot, options
             if not await self._members.change(end_s - self.context.clock.now_s()):
                 if not avoid:
-                    return snapshot, options
+                    snapshot = look()
+                    return snapshot, snapshot.options([local.generation])
                 avoid, end_s = (), self._end_s((), wait_s)
             snapshot = look()
 

@@ -18,6 +18,9 @@ from orchestrator.placement.generation_load import GenerationLoad
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.requests.record import RequestRecord
 
+_LEAST_STEPS = 32
+"""Minimum number of steps from which an engine must have learnt its costs, so that they replace the planner's."""
+
 
 @dataclass(frozen=True)
 class PlacementContext:
@@ -34,7 +37,9 @@ class PlacementContext:
 
     def planner_of(self, group: Group) -> ChainPlanner:
         """Return the planner for the device on which the group's workers compute."""
-        return self.planner if group.profile is None else self.planner.for_device(group.profile)
+        if group.profile is None:
+            return self.planner
+        return self.planner.for_device(group.profile, is_only=self.members.present.has_one_device(group))
 
     def step_s(self, group: GenerationGroup, num_rows: int, num_tokens: int) -> float:
         """Return the predicted seconds of a decode step of the group with `num_rows` sequences; 0 if there are none or
@@ -46,7 +51,7 @@ class PlacementContext:
         learnt = self.members.step_costs.get(group.name)
         if num_rows < 1:
             return 0.0
-        if learnt is not None and learnt.num_steps:
+        if learnt is not None and learnt.num_steps >= _LEAST_STEPS:
             return learnt.plain.plain_s(num_rows, context)
         planner = self.planner_of(group)
         return 0.0 if planner.steps is None else planner.step_s(num_rows, context)

@@ -176,6 +176,7 @@ class WorkerPoller:
         try:
             with self._clients.use(group.endpoint) as worker:
                 status = await worker.generation_status(_TIMEOUT_S)
+            learnt = step_costs_from_proto(status.step_costs) if status.HasField("step_costs") else None
         except BatonError as error:
             self._unanswered(group.endpoint, error)
             self._members.num_bytes_free.pop(group.name, None)
@@ -189,8 +190,8 @@ class WorkerPoller:
         self._generation[group.endpoint] = status
         if status.kv.num_bytes:
             self._members.num_bytes_free[group.name] = status.kv.num_bytes_free
-        if status.HasField("step_costs"):
-            self._members.step_costs[group.name] = step_costs_from_proto(status.step_costs)
+        if learnt is not None:
+            self._members.step_costs[group.name] = learnt
         known = self._members.load(group.name).num_slots + num_kept
         self._observe(group.endpoint, status.num_slots - status.num_free - known, status.num_leased)
 

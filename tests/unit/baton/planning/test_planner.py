@@ -13,6 +13,7 @@ from baton.planning.calibration import Calibration, nominal
 from baton.planning.chain.search import search
 from baton.planning.chain.wavefront import chain_ttft
 from baton.planning.cost_model import BATON, CostModel, LinkModel
+from baton.planning.device_profile import nominal_core
 from baton.planning.hardware import cpu_rank
 from baton.planning.local_prefill import LocalPrefill
 from baton.planning.planner import ChainPlanner
@@ -291,3 +292,22 @@ def test_a_planner_of_knots_that_were_searched_before_plans_alike() -> None:
     assert given.table is searched.table
     prompt = TokenRange(0, 300)
     assert given.chunks(prompt, 3) == searched.chunks(prompt, 3)
+
+
+def test_workers_on_another_device_have_a_planner_of_their_own() -> None:
+    core = nominal_core(2)
+    here, there = dataclasses.replace(core, name="here"), dataclasses.replace(core, name="there")
+    planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512, devices=frozenset({"here"}))
+    planner.use_steps(nominal_steps("smollm2-135m", "a core", SHAPE, cpu_rank(1, SHAPE.dtype_bytes)))
+    assert planner.for_device(here) is planner
+    other = planner.for_device(there, is_only=True)
+    assert other is planner.for_device(there) is not planner
+    assert other.cost == nominal("", "", SHAPE, there.hardware).cost
+    assert other.steps is not None and other.steps.hardware == "there"
+    assert planner.for_device(dataclasses.replace(there, is_measured=True)) is not other  # the rates may differ
+    other.observe("chain", done(planner, 2800, slower=3.0))
+    assert planner.cost == ASSUMED.cost != other.cost
+    measured = dataclasses.replace(ASSUMED, prefill_points=((1.0, 1.0),))
+    planner.adopt(planner.search(measured))
+    assert planner.for_device(there, is_only=True) is planner  # on which it must have been measured
+    assert planner.for_device(there) is other

@@ -123,3 +123,20 @@ def test_a_job_that_was_overtaken_does_not_count_on_that_rank() -> None:
 @pytest.mark.parametrize("seconds", [0.0, -1.0])
 def test_what_takes_no_time_tells_nothing(seconds: float) -> None:
     assert learnt(CORE, (10, seconds)).cost == CORE
+
+
+def test_jobs_that_leave_nothing_for_a_rate_leave_costs_that_are_valid() -> None:
+    for nominal in (CORE, LINEAR):
+        slow_s = 3 * alone_s(270, nominal)
+        costs = learnt(nominal, (270, slow_s), (1088, 0.8 * slow_s))
+        assert 0 < alone_s(1000, costs.cost) < 2 * alone_s(1000, nominal) + slow_s
+
+
+def test_costs_are_fitted_once_for_some_jobs() -> None:
+    costs = learnt(CORE, *[(1000, alone_s(1000, CORE))] * 16)
+    before = costs.cost
+    costs.note([TokenRange(0, 1000)], 0, 2 * alone_s(1000, CORE))
+    assert costs.cost is before
+    for _ in range(3):
+        costs.note([TokenRange(0, 1000)], 0, 2 * alone_s(1000, CORE))
+    assert costs.cost is not before

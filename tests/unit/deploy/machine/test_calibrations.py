@@ -17,7 +17,6 @@ from deploy.config.sections import GenerateSection, PrefillSection
 from deploy.machine import calibrations
 from deploy.machine.calibrations import (
     calibration_path,
-    engine_step_times,
     find_calibration,
     find_step_times,
     kept_path,
@@ -25,8 +24,10 @@ from deploy.machine.calibrations import (
     nominal_step_times,
     served_calibration,
     served_planner,
+    served_step_times_path,
 )
 from deploy.machine.cluster_plan import ClusterPlan
+from deploy.machine.device_profile import worker_profile
 from deploy.machine.resolved_model import ResolvedModel
 from tests.support.models.config_folders import write_config
 
@@ -159,18 +160,17 @@ def test_step_times_that_are_damaged_or_foreign_are_not_used(
     assert find_step_times(assumed, kept) is assumed and "of another model or hardware" in caplog.text
 
 
-def test_engines_that_speculate_know_where_their_step_times_are_kept(model: ResolvedModel, tmp_path: Path) -> None:
+def test_engines_know_where_their_step_times_are_kept(model: ResolvedModel, tmp_path: Path) -> None:
     """Measured or not yet: they read them when they start."""
     given = tmp_path / "given.json"
     measured(nominal_calibration(model, "bfloat16", 1), given)
     prefill = PrefillSection(num_threads=1, calibration=str(given))
-    plain = ClusterConfig(prefill=prefill, generate=GenerateSection(num_threads=2, speculation="off"))
-    assert engine_step_times(ClusterPlan(plain, model)) == ""
-    drafting = dataclasses.replace(plain, generate=GenerateSection(num_threads=2))
+    config = ClusterConfig(prefill=prefill, generate=GenerateSection(num_threads=2))
     assumed = nominal_step_times(model, "bfloat16", 2, residency="device")
-    assert engine_step_times(ClusterPlan(drafting, model)) == str(path_beside(given, assumed))
-    place = WorkerPlace(model_folder=model.folder, step_times=engine_step_times(ClusterPlan(drafting, model)))
-    workers = [worker for name in drafting.group_sizes for worker in drafting.workers(name, place)]
+    path = served_step_times_path(ClusterPlan(config, model))
+    assert path == path_beside(given, assumed)
+    place = WorkerPlace(model_folder=model.folder, step_times=str(path))
+    workers = [worker for name in config.group_sizes for worker in config.workers(name, place)]
     places = {worker.role: worker.place.step_times for worker in workers}
     assert places == {"prefill": "", "generate": str(path_beside(given, assumed))}
 
@@ -211,3 +211,12 @@ def test_workers_on_a_gpu_are_predicted_by_its_rates(model: ResolvedModel, monke
         assert speeds[0] <= planner.local.speed <= speeds[1]
     monkeypatch.setattr(calibrations, "gpu_name", lambda: "")
     assert "unknown GPU" in nominal_calibration(model, "bfloat16", 1, device="cuda").hardware
+
+
+def test_planners_know_the_devices_of_their_own_workers(model: ResolvedModel) -> None:
+    """By the names that the workers report."""
+    config = ClusterConfig(prefill=PrefillSection(num_threads=1), generate=GenerateSection(num_threads=2))
+    place = WorkerPlace(model_folder=model.folder)
+    workers = [worker for name in config.group_sizes for worker in config.workers(name, place)]
+    names = {worker_profile(worker.place).name for worker in workers}
+    assert served_planner(ClusterPlan(config, model)).devices == names and len(names) == 2

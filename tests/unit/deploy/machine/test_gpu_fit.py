@@ -189,6 +189,9 @@ def test_what_is_set_stays(model: ResolvedModel) -> None:
         ({"kv_memory_bytes": "8GiB"}, 16, 64_000),
         ({"gpu_share": 0.25, "num_groups": 1}, 64, 131072),
         ({"residency": "host"}, 16, 8192),
+        ({"kv_memory_bytes": "1GiB"}, 16, 6_600),
+        ({"kv_memory_bytes": "300MiB"}, 1, 2_300),
+        ({"device_memory_bytes": "1GiB"}, 16, 8192),
     ],
 )
 def test_sizes_follow_the_memory_that_kv_has(
