@@ -40,6 +40,36 @@ def test_a_prefill_is_the_one_that_was_measured(card: str) -> None:
     assert predicted_ms == pytest.approx(measured(card, "tokens=8192,model=7b", "prefill_ms"), rel=0.15)
 
 
+@pytest.mark.parametrize(("known", "other"), [("h100", "h200"), ("h200", "h100")])
+def test_what_one_card_reaches_predicts_the_other(known: str, other: str) -> None:
+    """Fractions of the data sheet that are fitted to one card alone: of its bandwidth and of its FLOP/s."""
+    cases = [(16, 4096), (64, 1024)]
+    fixed_s = SHAPE.num_layers * gpu_rank(CARDS[known], 2).fixed_s
+
+    def step_ratio(card: str, batch: int, context: int) -> float:
+        """Measured over predicted time in which a step reads memory."""
+        steps = nominal_steps("7b", card, SHAPE, gpu_rank(CARDS[card], 2))
+        taken_s = measured(card, f"batch={batch},context={context},model=7b", "step_ms") / 1e3
+        return (taken_s - fixed_s) / (steps.step_s(batch, context) - fixed_s)
+
+    def prefill_ratio(card: str) -> float:
+        calibration = nominal("7b", card, SHAPE, gpu_rank(CARDS[card], 2))
+        predicted_s = ChainPlanner(calibration, max_ranks=1, max_tokens=8192).ttft_s([TokenRange(0, 8192)])
+        return measured(card, "tokens=8192,model=7b", "prefill_ms") / 1e3 / predicted_s
+
+    mean_ratio = sum(step_ratio(known, *case) for case in cases) / len(cases)
+    for case in cases:
+        assert step_ratio(other, *case) / mean_ratio == pytest.approx(1, rel=0.15)
+    assert prefill_ratio(other) / prefill_ratio(known) == pytest.approx(1, rel=0.15)
+
+
+def test_a_launched_step_lasts_as_long_as_its_launches() -> None:
+    rows = map(json.loads, (RESULTS / "h200" / "cuda.json").read_text().splitlines())
+    case = "setting=auto,users=1,prompt=1024,steps=launched"
+    taken_ms = next(float(row["value"]) for row in rows if row["case"].startswith(case) and row["metric"] == "step_ms")
+    assert 1e3 * SHAPE.num_layers * gpu_rank(CARDS["h200"], 2).issue_s == pytest.approx(taken_ms, rel=0.25)
+
+
 @pytest.mark.parametrize(
     ("name", "known"),
     [
