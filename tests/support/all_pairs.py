@@ -43,11 +43,8 @@ class AllPairs:
         `avoid`, in the order of the view."""
         view = self.outlook.members.view
         groups = [group for group in view.prefill if group.layout_fingerprint in ("", generation.layout_fingerprint)]
-        return [
-            self._cheaper(self._chains(generation, group))
-            for group in groups
-            if group.ready and group.incarnation not in avoid
-        ]
+        ready = [group for group in groups if group.ready and group.incarnation not in avoid]
+        return [self._cheaper(self._chains(generation, group)) for group in self._priced(ready, generation)]
 
     def local(self, generation: GenerationGroup) -> PairWay | None:
         """Return the cheapest option with local prefill by the generation group."""
@@ -67,6 +64,8 @@ class AllPairs:
             and group.max_slot_tokens >= request.capacity_tokens
             and members.load(group.name).num_slots + request.num_slots <= group.num_slots
         ]
+        if request.by_chain and not self.record.wants_prompt_scores:
+            able = [group for group in able if self.chains(group, self.record.avoid)] or able
         if len(able) < 2:
             return able[0] if able else None
         return min(able, key=lambda each: (self._cost_s(each) // 1e-3, self._room(each)))
@@ -141,6 +140,24 @@ class AllPairs:
     def _blocks(self, generation: GenerationGroup) -> PromptBlocks:
         request, layout = self.record.request, generation.layout_fingerprint
         return PromptBlocks.of(request.prompt_ids, self.outlook.block_tokens, layout, request.prefix_salt)
+
+    def _priced(self, groups: list[PrefillGroup], generation: GenerationGroup) -> list[PrefillGroup]:
+        """Return the groups that are compared, of which there are at most 16."""
+        if len(groups) <= 16:
+            return groups
+        by_device: dict[str, list[PrefillGroup]] = {}
+        for group in groups:
+            by_device.setdefault("" if group.profile is None else group.profile.name, []).append(group)
+        ranked = []
+        for device, alike in enumerate(by_device.values()):
+            keys = [(-self._cached_tokens(generation, group.prefix_store), self._left_s(group)) for group in alike]
+            in_order = sorted(range(len(alike)), key=keys.__getitem__)
+            ranked += [(place, device, alike[number]) for place, number in enumerate(in_order)]
+        return [group for _, _, group in sorted(ranked, key=lambda each: each[:2])[:16]]
+
+    def _left_s(self, group: PrefillGroup) -> float:
+        jobs = self.outlook.members.prefill_queues.pending(group.incarnation, self.outlook.clock.now_s())
+        return sum(sum(job.left_s.values()) for job in jobs)
 
     def _step_s(self, generation: GenerationGroup) -> float:
         planner, (num_rows, context) = self.outlook.planner_of(generation), self._batch(generation)
