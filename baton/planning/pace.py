@@ -3,7 +3,6 @@ estimates before the first observation, such as those of transfers.
 
 A prediction is multiplied by the weighted median of observed over nominal seconds, with nominal seconds as weights,
 over the latest operations. Operations are always compared with nominal predictions, so corrections do not accumulate.
-All functions are pure.
 """
 
 from collections import deque

@@ -248,6 +248,14 @@ class ChainPlanner:
         moved_s = self._push_pace.factor * num_tokens * self.cost.kv_bytes * num_layers / link.bandwidth
         return link.latency_s + max(moved_s / num_layers, moved_s - prefill_s)
 
+    def transfer_s(self, num_pushed: int, prefill_s: float, *, is_elsewhere: bool) -> float:
+        """Return the time in seconds from the end of a chain's computation until the generation group has the KV of
+        `num_pushed` tokens. `prefill_s` is the compute time of the chain. `is_elsewhere` is True if no rank of the
+        chain is on the group's node."""
+        pushed_s = self.push_s(num_pushed, prefill_s)
+        # to another node, the last piece there, and the commit's answer back
+        return pushed_s + 2 * self.cost.link.latency_s if is_elsewhere else pushed_s
+
     def alone_s(self, tokens: TokenRange) -> float | None:
         """Return the predicted time in seconds in which a generation group computes `tokens` itself while no other
         sequences run. Tokens before `tokens.start` are cached. The costs follow from the durations that `observe_local`

@@ -14,7 +14,7 @@ d is 1. The median also counts one assumed job with its nominal duration, so tha
 because of its fixed time, does not change the predictions for long prompts.
 
 Jobs are always compared with nominal costs, so corrections do not accumulate. Durations are predicted by
-`baton.planning.chain.wavefront`. All functions are pure.
+`baton.planning.chain.wavefront`.
 """
 
 from collections import deque
@@ -79,11 +79,6 @@ class PrefillCosts:
         """Return the number of observed jobs on which the estimate is based."""
         return len(self._jobs)
 
-    def rank_s(self, chunks: Sequence[TokenRange]) -> tuple[float, ...]:
-        """Return the predicted compute time in seconds of each rank of a chain for all layers. `chunks` has one range
-        of tokens for each rank."""
-        return ranks_s(chunks, self.cost)
-
     def observe(self, group: Hashable, ranks: Sequence[RankTiming]) -> None:
         """Record a finished prefill job of the rank group `group`.
 
@@ -129,9 +124,10 @@ class PrefillCosts:
 
     def _fitted(self) -> CostModel:
         """Return the costs that fit the recent jobs."""
-        if not self._jobs:
+        known = tuple(self._jobs)  # a copy, as the reader may be another thread than the one that adds jobs
+        if not known:
             return self._nominal
-        jobs_NC, seconds_N = np.array([job for job, _ in self._jobs]), np.array([seconds for _, seconds in self._jobs])
+        jobs_NC, seconds_N = np.array([job for job, _ in known]), np.array([seconds for _, seconds in known])
         factors_C = np.array([1.0, 1.0, 0.0, 1.0])
         weights_N = np.ones(len(seconds_N))
         for _ in range(_FITS):

@@ -526,7 +526,7 @@ Global___DeviceProfile: _TypeAlias = DeviceProfile  # noqa: Y015
 
 @_typing.final
 class HardwareRates(_message.Message):
-    """Rates that a worker reaches in practice. Rates are per second, and infinite where there is no limit."""
+    """Rates that a worker reaches in practice. Rates are per second. A rate without a limit is infinite."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -2,7 +2,7 @@
 shows when each is faster.
 
 The times are predicted with the same formulas that a cluster's scheduler uses to place requests
-(`baton.planning.terms`, through `baton_lab.study.break_even`). For a named kind of hardware, its rates come from
+(`baton.planning.planner`, through `baton_lab.study.break_even`). For a named kind of hardware, its rates come from
 `baton.planning.hardware`. With `--hardware here`, the predictions come from the planner that `baton serve` would create
 on this machine.
 """

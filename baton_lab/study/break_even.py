@@ -10,7 +10,7 @@ arrive at a constant rate:
               prefill rank becomes a fraction or a multiple of an engine, depending on its speed. Each engine has fewer
               sequences than on the other side, because there are more engines.
 
-The predictions use the formulas of the serving code: `baton.planning.terms` for the time to first token, and the
+The predictions use the formulas of the serving code: `baton.planning.planner` for the time to first token, and the
 planner's step times for all later tokens. The mean number of sequences in an engine follows from Little's law:
 
     sequences = requests per second * decode tokens per request * seconds per token
@@ -29,9 +29,9 @@ from baton.errors import InvalidArgumentError
 from baton.planning.local_prefill import LocalPrefill
 from baton.planning.planner import ChainPlanner
 from baton.planning.step_times import StepTimes
-from baton.planning.terms import chain_terms, local_terms
 from baton.results.prefill_trace import PlacementTerms
 from baton.types import TokenRange
+from baton_lab.study.terms import chain_terms, local_terms
 
 _LEAST_PROMPT = 16
 _POINTS_A_DOUBLING = 4

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from baton.planning.planner import ChainPlanner
-from baton.planning.terms import Batch, chain_terms
 from baton.process.clock import Clock
 from baton.results.prefill_trace import PlacementTerms
 from baton.types import TokenRange
+from baton_lab.study.terms import Batch, chain_terms
 from baton_lab.traffic.fleet import Fleet, Member
 from orchestrator.membership.prefill_queues import PrefillQueues
 from orchestrator.placement.chain_width import ChainPlan, PromptChains, WidthPolicy

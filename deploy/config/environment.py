@@ -71,5 +71,5 @@ def use_threads(num_threads: int) -> int:
 
 
 def mps_percentage() -> str:
-    """Return the percentage of a GPU's processors that CUDA MPS lets this process use; empty if there is no limit."""
+    """Return the percentage of a GPU's processors that CUDA MPS lets this process use; empty if it sets none."""
     return os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "")

@@ -139,7 +139,7 @@ class StepBound:
         """Return the maximum prefill work of the next step, in units of PrefillWork. `waiting` is the work of all
         waiting prefills.
 
-        The result is infinity if there is no limit, or if no sequence decodes. If `burst_step_s` is set, the result is
+        The result is infinity without a limit, or if no sequence decodes. If `burst_step_s` is set, the result is
         also infinity in two more cases: if no sequence has more than one output token, or if the remaining allowance
         suffices to end all waiting prefills. The result is 0 while the cost of prefill is not known. The drafts of the
         next step are not planned yet. As many drafts per sequence as in the latest step are assumed.

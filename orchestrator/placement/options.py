@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from baton.planning.terms import transfer_s
 from baton.prefix_blocks import PromptBlocks
 from baton.results.prefill_trace import Placement, PlacementTerms
 from baton.types import TokenRange
@@ -233,7 +232,7 @@ class ClusterSnapshot:
         planner = self._context.planner_of(chain.group)
         key = id(planner), num_missing, chain.plan.ttft_s, is_elsewhere
         if key not in self._transfers_s:
-            self._transfers_s[key] = transfer_s(planner, num_missing, chain.plan.ttft_s, is_elsewhere=is_elsewhere)
+            self._transfers_s[key] = planner.transfer_s(num_missing, chain.plan.ttft_s, is_elsewhere=is_elsewhere)
         return self._transfers_s[key]
 
     def _step_s(self, generation: GenerationGroup) -> float:

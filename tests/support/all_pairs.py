@@ -4,10 +4,10 @@ directly by the definitions, and is slow. `orchestrator.placement` must make the
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, replace
 
-from baton.planning.terms import chain_terms, local_terms
 from baton.prefix_blocks import PromptBlocks
 from baton.results.prefill_trace import PlacementTerms
 from baton.types import TokenRange
+from baton_lab.study.terms import chain_terms, local_terms
 from orchestrator.membership.view import GenerationGroup, PrefillGroup
 from orchestrator.placement.block_fetches import BlockFetch, node_of
 from orchestrator.placement.chain_width import ChainPlan

@@ -33,7 +33,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.ci]
 
 SLOWER = {"prefill-1": 3.5}
 """The third prompt takes less behind two others on the fast rank than on the slow one, the fourth takes more."""
-NUM_PROMPTS, NUM_TOKENS = 6, 1500
+NUM_PROMPTS, NUM_TOKENS = 6, 6000
+"""A prompt takes 1.9 s on the fast rank. Prompts that arrive up to half of this later are placed alike."""
 
 
 async def test_prompts_that_arrive_together_go_to_the_devices_that_are_computed(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_a_wait_is_no_work_and_the_rank_that_did_best_counts() -> None:
     costs = PrefillCosts(LINEAR)
     costs.observe("chain", [last, first])
     assert len(costs) == 1
-    assert costs.rank_s([TokenRange(0, 1000), TokenRange(1000, 2000)])[0] == pytest.approx(2.7, rel=0.05)
+    assert ranks_s([TokenRange(0, 1000), TokenRange(1000, 2000)], costs.cost)[0] == pytest.approx(2.7, rel=0.05)
 
 
 def test_a_job_that_was_overtaken_does_not_count_on_that_rank() -> None:

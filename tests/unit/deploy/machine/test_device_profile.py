@@ -60,7 +60,7 @@ def quota(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """As they were, for later tests: torch's threads."""
+    """Restore the number of torch's threads after the test."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

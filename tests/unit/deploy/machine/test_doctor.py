@@ -245,7 +245,9 @@ def test_failed_findings_are_raised_by_name(folder: Path) -> None:
 
 def test_a_cluster_elsewhere_is_not_judged_by_this_machine(folder: Path) -> None:
     config = load_config(None, ["orchestrator.port=0", "ray.address=10.0.0.1:6379"])
-    require(examine(plan_of(folder, config), replace(MACHINE, shm_bytes=0, available_bytes=0)))
+    found = examine(plan_of(folder, config), replace(MACHINE, shm_bytes=0, available_bytes=0))
+    require(found)
+    assert {"devices", "cores", "memory", "/dev/shm"}.isdisjoint(finding.name for finding in found)
 
 
 def test_this_machine_can_be_inspected() -> None:

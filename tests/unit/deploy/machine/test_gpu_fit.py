@@ -40,7 +40,7 @@ KINDS = {"NVIDIA H200": 143771, "NVIDIA L4": 23034, "NVIDIA Foo 9000": 49140}
 
 @pytest.fixture
 def model(tmp_path: Path) -> ResolvedModel:
-    """Of a model of 8 billion weights, on a machine whose cores have known rates."""
+    """A model of 8 billion weights. The rates of this machine's cores are known."""
     core = replace(CPU_CORE, linear_flops=2e11, pair_flops=1.6e11, memory_bandwidth=1e10)
     for dtype_bytes in (2, 4):
         path = kept_path("cpu", dtype_bytes)
@@ -71,7 +71,7 @@ def arranged(model: ResolvedModel, here: Machine, sections: dict[str, Any] | Non
 
 
 def described(plan: ClusterPlan, here: Machine) -> str:
-    """What a user is told: by the arrangement, and by the doctor about devices and memory."""
+    """Return what a user reads: the reason of the arrangement, and the doctor's findings on devices and memory."""
     findings = [check_devices(plan, here), check_memory(plan, here)]
     told = [f"  {finding.name}: {finding.verdict.value}, {finding.text}" for finding in findings]
     return "\n".join([f"  {plan.why or 'as configured'}", *told])
@@ -197,7 +197,7 @@ def test_what_is_set_stays(model: ResolvedModel) -> None:
 def test_sizes_follow_the_memory_that_kv_has(
     model: ResolvedModel, section: dict[str, Any], num_slots: int, max_slot_tokens: int
 ) -> None:
-    """What is planned is what fits: slots of 2,048 tokens each, and one sequence that takes all."""
+    """The KV memory holds 2,048 tokens for each slot, and a sequence may fill it alone."""
     found = arranged(model, machine(gpus(2, "NVIDIA H200")), {"prefill": {"num_groups": 0}, "generate": section}).config
     assert found.generate.device == "cuda"
     assert found.generate.num_slots == num_slots

@@ -77,7 +77,7 @@ def test_a_way_says_what_it_is() -> None:
 
 
 def gpu_costs(push: LinkModel | None = None) -> Costs:
-    """Of a model of 8 billion weights on L4."""
+    """Costs of a model of 8 billion weights on an L4."""
     shape, rates = SHAPES["llama-3.1-8b"], gpu_rank("NVIDIA L4", 2)
     calibration, steps = nominal("8b", "here", shape, rates), nominal_steps("8b", "here", shape, rates)
     return Costs(lambda _: calibration, lambda _: steps, 16, unit="GPU", push=push)

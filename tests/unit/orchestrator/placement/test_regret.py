@@ -21,12 +21,12 @@ from baton.planning.local_prefill import LocalPrefill
 from baton.planning.planner import ChainPlanner
 from baton.planning.step_cost import LearntCosts
 from baton.planning.step_times import nominal_steps
-from baton.planning.terms import local_terms, transfer_s
 from baton.prefix_blocks import PromptBlocks
 from baton.results.prefill_trace import RankTiming
 from baton.sampling_params import SamplingParams
 from baton.types import Epoch, JobId, RequestId, TokenRange
 from baton_lab.study.known_models import shape_of
+from baton_lab.study.terms import local_terms
 from baton_lab.traffic.choosing import plan_now
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, G, GenerationGroup, Group, PrefillGroup
@@ -182,7 +182,7 @@ class Case:
     def _chain_s(
         self, generation: GenerationGroup, group: PrefillGroup, plan: ChainPlan, fetch_s: float, record: RequestRecord
     ) -> float:
-        """Return the true time of a chain, own and delay of others, whoever planned it."""
+        """Return the true time of a chain, which the chooser or the reference has planned: own and delay of others."""
         context, planner = self.truth.context, self.truth.context.planner_of(group)
         jobs = context.members.prefill_queues.pending(group.incarnation, self.clock.now_s())
         lefts_s, num_ahead = [job.left_s for job in jobs], plan.choice.num_ahead
@@ -194,7 +194,7 @@ class Case:
         blocks = PromptBlocks.of(record.request.prompt_ids, BLOCK, "layout", "")
         num_cached = blocks.cached_tokens(context.prefixes.num_held(generation.prefix_store, blocks.names))
         is_elsewhere = all(node_of(each) != node_of(generation.endpoint) for each in group.endpoints)
-        moved_s = transfer_s(planner, record.num_tokens - num_cached, ttft_s, is_elsewhere=is_elsewhere)
+        moved_s = planner.transfer_s(record.num_tokens - num_cached, ttft_s, is_elsewhere=is_elsewhere)
         num_rows = context.members.load(generation.name).num_slots
         step_s = context.step_s(generation, num_rows, record.num_tokens)
         return max(begins_s, fetch_s) + ttft_s + others_s + moved_s + step_s / 2
@@ -210,7 +210,7 @@ class Case:
         return self.truth.context.planner.for_device(replace(group.profile, hardware=self.hardware[name]))
 
     def _timings(self, truth: ChainPlanner, chunks: tuple[TokenRange, ...], start_ns: int) -> list[RankTiming]:
-        """What the ranks report of a chain that ran alone."""
+        """Return the timings that the ranks report of a chain that ran alone."""
         tail_ns = round(1e9 * truth.push_s(chunks[-1].end, truth.ttft_s(chunks)))
         end_ns = start_ns + round(1e9 * max(truth.rank_s(chunks)))
         num_bytes = SHAPE.num_layers * SHAPE.kv_bytes

@@ -1,9 +1,8 @@
 """Predicted components of the time to first token, for the two options to prefill a request. Either a chain of prefill
 ranks computes the prompt and pushes the KV, or the generation group computes the prompt itself (local prefill).
 
-The components are computed from the planner's predictions. They are compared when a request is placed
-(`orchestrator.placement.options`) and by `baton plan --explain` (`baton_lab.study.break_even`). All functions are
-pure.
+They are predictions for an idle chain and for a mean batch of a generation group, by the same planner that predicts for
+requests (`orchestrator.placement.options`). All functions are pure.
 """
 
 from baton.planning.planner import ChainPlanner
@@ -34,18 +33,9 @@ def chain_terms(
         queue_s=0.0,
         prefill_s=prefill_s,
         steps_s=step_s / 2,  # on average half of the step that runs when the last KV arrives
-        transfer_s=transfer_s(planner, num_pushed, prefill_s, is_elsewhere=is_elsewhere),
+        transfer_s=planner.transfer_s(num_pushed, prefill_s, is_elsewhere=is_elsewhere),
         others_s=0.0,
     )
-
-
-def transfer_s(planner: ChainPlanner, num_pushed: int, prefill_s: float, *, is_elsewhere: bool) -> float:
-    """Return the time in seconds from the end of a chain's computation until the generation group has the KV of
-    `num_pushed` tokens. `prefill_s` is the compute time of the chain. `is_elsewhere` is True if no rank of the chain is
-    on the group's node."""
-    pushed_s = planner.push_s(num_pushed, prefill_s)
-    # to another node, the last piece there, and the commit's answer back
-    return pushed_s + 2 * planner.cost.link.latency_s if is_elsewhere else pushed_s
 
 
 def local_terms(planner: ChainPlanner, tokens: TokenRange, batch: Batch) -> PlacementTerms | None:
