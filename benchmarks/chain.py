@@ -17,11 +17,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.planning.calibration import Calibration
 from baton.planning.chain.partition import as_ranges
 from baton.planning.chain.search import search
 from baton.planning.chain.wavefront import chain_ttft
 from baton.planning.cost_model import BATON
+from baton.planning.hardware import ModelCosts
 from baton.types import TokenRange
 from baton_lab.study.comparison import even_partition
 from benchmarks.baselines.calibrating import LENGTHS as CALIBRATED
@@ -43,7 +43,7 @@ from benchmarks.support.harness import (
     resolve,
 )
 from benchmarks.support.rates import runnable
-from deploy.machine.calibrations import nominal_calibration
+from deploy.machine.planners import cpu_costs
 from deploy.machine.resolved_model import ResolvedModel
 
 TOKENS = "512,1024,2048,6000"
@@ -73,8 +73,8 @@ class Arena:
     """Processes that are compared (the ranks, and the single process) and one cost model for each attention kernel.
     Every method blocks."""
 
-    def __init__(self, ranks: Ranks, single: Ranks | None, calibrations: Mapping[str, Calibration]) -> None:
-        self._ranks, self._single, self._calibrations = ranks, single, calibrations
+    def __init__(self, ranks: Ranks, single: Ranks | None, costs: Mapping[str, ModelCosts]) -> None:
+        self._ranks, self._single, self._costs = ranks, single, costs
 
     def measure(self, contest: Contest) -> dict[str, list[float]]:
         """Measure one case, after a short warm-up round. Return the seconds of each round by scheme. The key `model`
@@ -87,12 +87,12 @@ class Arena:
                     found[name].append(seconds)
                 advance()
         chunks = [len(chunk) for chunk in self.searched(contest.num_tokens, contest.kernel)]
-        predicted_s = float(chain_ttft(chunks, self._calibrations[contest.kernel].cost, BATON))
+        predicted_s = float(chain_ttft(chunks, self._costs[contest.kernel].prefill, BATON))
         return found | {"model": [predicted_s] * contest.pairs}
 
     def searched(self, num_tokens: int, kernel: str) -> tuple[TokenRange, ...]:
         """Return the chunk of each rank for a prompt of `num_tokens` tokens. The chunk lengths are searched (KVR-S)."""
-        return as_ranges(search(num_tokens, len(self._ranks), self._calibrations[kernel].cost, BATON), 0)
+        return as_ranges(search(num_tokens, len(self._ranks), self._costs[kernel].prefill, BATON), 0)
 
     def _round(self, contest: Contest, num_tokens: int, seed: int) -> dict[str, float]:
         prompt, kernel, whole = random_prompt(num_tokens, seed), contest.kernel, TokenRange(0, num_tokens)
@@ -120,7 +120,7 @@ def contests(args: argparse.Namespace, kernels: Sequence[str]) -> list[Contest]:
 def run(args: argparse.Namespace) -> int:
     """Measure all prompt lengths, kernels and schemes. Return 1 if a required ratio is missed, otherwise 0."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
-    origin, kernels = nominal_calibration(ResolvedModel(folder), args.dtype, 1), runnable(args.kernel.split(","))
+    origin, kernels = cpu_costs(ResolvedModel(folder), args.dtype, 1), runnable(args.kernel.split(","))
     planned, bars, reporter = contests(args, kernels), Bars(), Reporter("chain", args.json)
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(Ranks.running(folder, args.dtype, [(core,) for core in cores]))

@@ -20,9 +20,8 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
-from baton.planning.calibration import nominal
+from baton.planning.hardware import ModelCosts
 from baton.planning.local_prefill import LocalPrefill
-from baton.planning.step_times import nominal_steps
 from baton.prefix_blocks import PromptBlocks
 from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
@@ -34,7 +33,6 @@ from baton_lab.traffic.fleet import Fleet, Role
 from baton_lab.traffic.gaps import GapHistogram
 from baton_lab.traffic.placing import Asked, Placing
 from baton_lab.traffic.service import GroupSizes, RecallingPlanner
-from baton_lab.traffic.work.batch import StepLines
 from deploy.options.numbers import counts
 from deploy.options.screen import number_table
 from orchestrator.autoscaling.actions import FleetState, LeadTimes
@@ -80,9 +78,8 @@ def main() -> int:
 def planner_here(local: LocalPrefill | None) -> RecallingPlanner:
     """Return a planner with nominal costs. `local`: speed of prefill by generation groups; None if they do not
     prefill."""
-    shape, rates = shape_of("llama-3.1-8b"), hardware_of("h100-flash")
-    steps = nominal_steps("llama-3.1-8b", "h100-flash", shape, rates)
-    planner = RecallingPlanner(nominal("llama-3.1-8b", "", shape, rates), max_ranks=1, max_tokens=8192, steps=steps)
+    costs = ModelCosts.of(shape_of("llama-3.1-8b"), hardware_of("h100-flash"))
+    planner = RecallingPlanner(costs, max_ranks=1, max_tokens=8192)
     planner.local = local
     return planner
 
@@ -147,9 +144,8 @@ def _busy(chooser: Chooser, members: Membership, work: ExitStack) -> None:
 
 def shortlist_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> float:
     """Return the median milliseconds of one placement in the traffic simulator, with `num_groups` groups."""
-    assert planner.steps is not None
     timeline = Timeline()
-    fleet = Fleet(GroupSizes(), planner.cost, StepLines(planner.steps), timeline, GapHistogram())
+    fleet = Fleet(GroupSizes(), planner.nominal, timeline, GapHistogram())
     for role in Role:
         for _ in range(num_groups // 2):
             fleet.start(role, after_s=0.0)

@@ -22,13 +22,13 @@ import asyncio
 import statistics
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import time_ns
 from typing import get_args
 
 from rich.console import Console
 
-from baton.planning.calibration import Calibration
+from baton.planning.hardware import ModelCosts
 from baton.planning.planner import ChainPlanner
 from baton.process.clock import SystemClock
 from benchmarks.elastic import calibrate
@@ -37,8 +37,8 @@ from benchmarks.support.local_config import local_config
 from benchmarks.support.mixed_load import Asked, ask, controlled, mixed, p99, streaming
 from benchmarks.support.open_loop import percentile
 from deploy.groups.cluster import LocalCluster
-from deploy.machine.calibrations import served_planner
 from deploy.machine.cluster_plan import ClusterPlan
+from deploy.machine.planners import served_planner
 from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.requests.config import Disaggregation, OrchestratorConfig
 
@@ -110,7 +110,7 @@ def report(reporter: Reporter, bars: Bars, console: Console, found: dict[Disaggr
         console.print(f"  {way}: prompts by reason: {shown}", markup=False)
 
 
-async def run(args: argparse.Namespace, calibration: Calibration) -> int:
+async def run(args: argparse.Namespace, costs: ModelCosts) -> int:
     """Measure all rounds, after a warm-up round. Return 0, or 1 if `--bars` is given and a value misses its limit."""
     reporter, bars, console = Reporter("disaggregation", args.json), Bars(), Console(stderr=True, highlight=False)
     folder, config = (
@@ -120,8 +120,14 @@ async def run(args: argparse.Namespace, calibration: Calibration) -> int:
     found: dict[Disaggregation, list[Served]] = {way: [] for way in WAYS}
     rounds = args.pairs or (QUICK_ROUNDS if args.quick else ROUNDS)
     async with LocalCluster(ClusterPlan(config, ResolvedModel(folder)), SystemClock()) as cluster:
-        planner = await asyncio.to_thread(served_planner, cluster.plan)
-        planner.adopt(await asyncio.to_thread(planner.search, calibration))
+        like = await asyncio.to_thread(served_planner, cluster.plan)
+        planner = ChainPlanner(
+            replace(like.nominal, prefill=costs.prefill),
+            max_ranks=like.max_ranks,
+            max_tokens=like.max_tokens,
+            local=like.local,
+            devices=like.devices,
+        )
         with progress("arrivals", rounds + 1) as advance:
             for seed in range(rounds + 1):
                 for way in WAYS:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from baton.planning.calibration import Calibration
+from baton.planning.hardware import ModelCosts
 from baton.planning.planner import ChainPlanner
 from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
@@ -40,8 +40,8 @@ from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser,
 from benchmarks.support.local_config import local_config
 from benchmarks.support.rates import runnable
 from deploy.groups.cluster import LocalCluster
-from deploy.machine.calibrations import nominal_calibration
 from deploy.machine.cluster_plan import ClusterPlan
+from deploy.machine.planners import cpu_costs
 from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.composition import build_orchestrator
 from orchestrator.requests.config import OrchestratorConfig
@@ -151,21 +151,21 @@ def _mean(served: Sequence[Served], num_tokens: int) -> float:
     return statistics.mean(each.ttft_s for each in _of([served], num_tokens))
 
 
-def calibrate(args: argparse.Namespace) -> Calibration:
+def calibrate(args: argparse.Namespace) -> ModelCosts:
     """Return a cost model, calibrated on ranks that have the same configuration as the cluster's ranks."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     with Ranks.running(folder, args.dtype, [(core,) for core in cores]) as ranks:
         lengths = QUICK_CALIBRATED if args.quick else CALIBRATED
         kernel = runnable(["native", "sdpa"])[0]
-        return calibrated(ranks, nominal_calibration(ResolvedModel(folder), args.dtype, 1), kernel, lengths)
+        return calibrated(ranks, cpu_costs(ResolvedModel(folder), args.dtype, 1), kernel, lengths)
 
 
-async def run(args: argparse.Namespace, calibration: Calibration) -> int:
+async def run(args: argparse.Namespace, costs: ModelCosts) -> int:
     """Measure all rounds. Return 0, or 1 if `--bars` is given and a value misses its limit."""
     reporter, bars = Reporter("elastic", args.json), Bars()
     config = local_config(args.dtype, num_ranks=args.ranks)  # keeps no prefixes: the prompts come again
     async with LocalCluster(ClusterPlan(config, ResolvedModel(resolve(args))), SystemClock()) as cluster:
-        planner = ChainPlanner(calibration, max_ranks=args.ranks, max_tokens=config.generate.max_slot_tokens)
+        planner = ChainPlanner(costs, max_ranks=args.ranks, max_tokens=config.generate.max_slot_tokens)
         bench = _Bench(args, cluster, planner)
         bench.report(reporter, bars, await bench.measure())
     reporter.close()

@@ -47,8 +47,8 @@ from benchmarks.support.local_config import local_config
 from benchmarks.support.mixed_load import STREAM_TOKENS, Asked, ask, controlled, p99, streaming
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import LocalCluster
-from deploy.machine.calibrations import served_planner
 from deploy.machine.cluster_plan import ClusterPlan
+from deploy.machine.planners import served_planner
 from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.requests.config import OrchestratorConfig
 

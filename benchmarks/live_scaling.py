@@ -4,7 +4,7 @@ The cluster has a real orchestrator and supervisor, gRPC, KV transfers, and one 
 paced (`tests.support.paced`): they compute with a tiny model, then wait until they have taken as long as the cost model
 predicts for a large model. The same traces are sent to the cluster in an open loop, and run through the simulator with
 the same cost model. The cost model includes the time that a request spends outside its prefill chain, measured on the
-idle cluster as in `baton calibrate`.
+idle cluster.
 
 There are three traces, whose seeds were fixed before any run:
 
@@ -181,7 +181,7 @@ class _Bench:
         self._report(name, found, crowding.share())
 
     def _report(self, name: str, found: Comparison, others: float) -> None:
-        besides_ms, errors = 1000 * found.hardware.prefill.cost.head_s, found.played.errors
+        besides_ms, errors = 1000 * found.hardware.costs.prefill.head_s, found.played.errors
         self._console.print(
             f"  {name}: a request takes {besides_ms:.1f} ms outside its chain; requests were sent up to "
             f"{1000 * found.late_s:.1f} ms late (p95); {len(errors)} failed; other programs took "

@@ -41,7 +41,7 @@ from benchmarks.support.harness import (
     resolve,
 )
 from benchmarks.support.rates import runnable
-from deploy.machine.calibrations import nominal_calibration
+from deploy.machine.planners import cpu_costs
 from deploy.machine.resolved_model import ResolvedModel
 
 LOSS_BAR = 0.06
@@ -90,10 +90,10 @@ def run(args: argparse.Namespace) -> int:
     reporter, bars, kernel = Reporter("noise", args.json), Bars(), runnable([args.kernel, "sdpa"])[0]
     with Ranks.running(folder, args.dtype, [(core,) for core in cores]) as ranks:
         origin, lengths = (
-            nominal_calibration(ResolvedModel(folder), args.dtype, 1),
+            cpu_costs(ResolvedModel(folder), args.dtype, 1),
             QUICK_CALIBRATED if args.quick else CALIBRATED,
         )
-        bench = _Bench(args, ranks, calibrated(ranks, origin, kernel, lengths).cost, kernel)
+        bench = _Bench(args, ranks, calibrated(ranks, origin, kernel, lengths).prefill, kernel)
         for kind in _BURST_S:
             for scheme, pairs in bench.measure(kind).items():
                 name = case(tokens=args.tokens, ranks=len(ranks), scheme=scheme, kernel=kernel, trace=kind)

@@ -50,8 +50,8 @@ from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser,
 from benchmarks.support.local_config import local_config
 from benchmarks.support.open_loop import Ask, Fate, Source, percentile, throughput
 from deploy.groups.cluster import LocalCluster
-from deploy.machine.calibrations import served_planner
 from deploy.machine.cluster_plan import ClusterPlan
+from deploy.machine.planners import served_planner
 from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.composition import build_orchestrator
 from orchestrator.requests.config import OrchestratorConfig

@@ -25,11 +25,11 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from baton.planning.calibration import Calibration
 from baton.planning.chain.partition import as_ranges
 from baton.planning.chain.search import search
 from baton.planning.chain.wavefront import chain_ttft
 from baton.planning.cost_model import BATON
+from baton.planning.hardware import ModelCosts
 from baton.planning.planner import ChainPlanner
 from baton.types import TokenRange
 from benchmarks.baselines.calibrating import LENGTHS as CALIBRATED
@@ -50,7 +50,7 @@ from benchmarks.support.harness import (
     resolve,
 )
 from benchmarks.support.rates import RateProbe, runnable
-from deploy.machine.calibrations import nominal_calibration
+from deploy.machine.planners import cpu_costs
 from deploy.machine.resolved_model import ResolvedModel
 
 TOKENS = "640,1200,2500,3600,5000"
@@ -88,7 +88,7 @@ class _Run:
 class _Bench:
     """Prefill ranks, and measurements on them. Every method blocks."""
 
-    def __init__(self, args: argparse.Namespace, ranks: Ranks, origin: Calibration) -> None:
+    def __init__(self, args: argparse.Namespace, ranks: Ranks, origin: ModelCosts) -> None:
         self._ranks, self._origin, self._kernel = ranks, origin, runnable([args.kernel, "sdpa"])[0]
         self._num_rounds = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
         self._found: defaultdict[tuple[int, str], list[_Run]] = defaultdict(list)
@@ -124,20 +124,20 @@ class _Bench:
         for num_tokens in lengths:
             self._report(num_tokens)
 
-    def _round(self, number: int, calibration: Calibration, lengths: Sequence[int]) -> None:
-        """Run KVR-S and KVR-P once for each length, and predict both with this calibration."""
+    def _round(self, number: int, costs: ModelCosts, lengths: Sequence[int]) -> None:
+        """Run KVR-S and KVR-P once for each length, and predict both with these costs."""
         width = len(self._ranks)
-        planner = ChainPlanner(calibration, max_ranks=width, max_tokens=_MAX_TOKENS)
+        planner = ChainPlanner(costs, max_ranks=width, max_tokens=_MAX_TOKENS)
         with progress(f"round {number + 1} of {self._num_rounds}", len(lengths)) as advance:
             for num_tokens in lengths:
                 whole, prompt = TokenRange(0, num_tokens), random_prompt(num_tokens, number)
                 chunks = {
-                    KVR_S: as_ranges(search(num_tokens, width, calibration.cost, BATON), 0),
+                    KVR_S: as_ranges(search(num_tokens, width, costs.prefill, BATON), 0),
                     KVR_P: planner.chunks(whole, width),
                 }
                 for scheme, parts in chunks.items():
                     outcome = self._ranks.run(Task("kvr", prompt, parts, kernel=self._kernel))
-                    predicted_s = float(chain_ttft([len(each) for each in parts], calibration.cost, BATON))
+                    predicted_s = float(chain_ttft([len(each) for each in parts], costs.prefill, BATON))
                     self._found[num_tokens, scheme].append(_Run(outcome, predicted_s, planner.rank_s(parts)))
                 advance()
 
@@ -193,7 +193,7 @@ def run(args: argparse.Namespace) -> int:
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     lengths = [int(number) for number in (args.tokens or (QUICK_TOKENS if args.quick else TOKENS)).split(",")]
     with Ranks.running(folder, args.dtype, [(core,) for core in cores]) as ranks:
-        bench = _Bench(args, ranks, nominal_calibration(ResolvedModel(folder), args.dtype, 1))
+        bench = _Bench(args, ranks, cpu_costs(ResolvedModel(folder), args.dtype, 1))
         bench.neighbours()
         bench.rounds(lengths, QUICK_CALIBRATED if args.quick else CALIBRATED)
     return bench.close(args.bars)

@@ -31,8 +31,7 @@ from collections.abc import Iterable
 
 from rich.console import Console
 
-from baton.planning.calibration import nominal
-from baton.planning.step_times import nominal_steps
+from baton.planning.hardware import ModelCosts
 from baton_lab.study.known_hardware import hardware_of
 from baton_lab.study.known_models import shape_of
 from baton_lab.traffic.comparing import Setting
@@ -67,9 +66,7 @@ _PROBES = 6
 
 def setting() -> Setting:
     """Return the configuration of the simulated cluster: its groups, latency targets, and the autoscaler's limits."""
-    shape, rates = shape_of(MODEL), hardware_of(HARDWARE)
-    steps = nominal_steps(MODEL, HARDWARE, shape, rates)
-    planner = RecallingPlanner(nominal(MODEL, HARDWARE, shape, rates), max_ranks=1, max_tokens=8192, steps=steps)
+    planner = RecallingPlanner(ModelCosts.of(shape_of(MODEL), hardware_of(HARDWARE)), max_ranks=1, max_tokens=8192)
     config = AutoscalingConfig(ttft_p95_s=6.0, itl_p95_s=0.04, min=2, max=NUM_GROUPS, cooldown_s=60.0)
     half = NUM_GROUPS // 2
     return Setting(planner, GroupSizes(1, 16, 30.0, 2.0), config, (half, NUM_GROUPS - half))

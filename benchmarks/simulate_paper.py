@@ -27,8 +27,8 @@ from baton.planning.chain.wavefront import chain_ttft
 from baton.planning.cost_model import CostModel, Kernel, LinkModel, Protocol
 from baton.planning.hardware import Hardware, derive
 from baton_lab.study.known_models import SHAPES
-from baton_lab.study.one_rank_fit import fit_prefill
 from baton_lab.study.peers import single, tsp
+from baton_lab.study.prefill_fit import fit_prefill
 from baton_lab.study.protocols import PAPER, PAPER_OVERLAPPED
 
 TABLES = Path(__file__).parents[1] / "tests" / "data" / "kv_runahead_tables.json"

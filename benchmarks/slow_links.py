@@ -44,7 +44,7 @@ from benchmarks.plots.slow_links import Curve, draw
 from benchmarks.support.crossings import crossing, disagreement, value_at
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, random_prompt, resolve
 from benchmarks.support.rates import runnable
-from deploy.machine.calibrations import nominal_calibration
+from deploy.machine.planners import cpu_costs
 from deploy.machine.resolved_model import ResolvedModel
 
 LINKS = "200,100,50,20,10,5"
@@ -199,10 +199,10 @@ def run(args: argparse.Namespace) -> int:
     lengths = [int(number) for number in (args.tokens or (QUICK_TOKENS if args.quick else TOKENS)).split(",")]
     reporter, bars = Reporter("slow_links", args.json), Bars()
     with Ranks.running(folder, args.dtype, [(core,) for core in cores]) as ranks:
-        origin, bench = nominal_calibration(ResolvedModel(folder), args.dtype, 1), _Bench(args, ranks, lengths)
+        origin, bench = cpu_costs(ResolvedModel(folder), args.dtype, 1), _Bench(args, ranks, lengths)
         calibrated_at = QUICK_CALIBRATED if args.quick else CALIBRATED
         for seed in range(args.rounds):
-            bench.round(seed, calibrated(ranks, origin, bench.kernel, calibrated_at).cost)
+            bench.round(seed, calibrated(ranks, origin, bench.kernel, calibrated_at).prefill)
         for num_tokens in lengths:
             report(reporter, bars, num_tokens, len(ranks), bench)
     reporter.close()

@@ -52,7 +52,7 @@ from benchmarks.support.harness import (
     resolve,
 )
 from benchmarks.support.rates import RateProbe, runnable
-from deploy.machine.calibrations import nominal_calibration
+from deploy.machine.planners import cpu_costs
 from deploy.machine.resolved_model import ResolvedModel
 
 TOKENS = 6000
@@ -144,9 +144,9 @@ def run(args: argparse.Namespace) -> int:
     reporter, bars, console = Reporter("vllm", args.json), Bars(), Console(stderr=True, highlight=False)
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(Ranks.running(folder, args.dtype, [(core,) for core in cores]))
-        origin = nominal_calibration(ResolvedModel(folder), args.dtype, 1)
-        calibration = calibrated(ranks, origin, kernel, QUICK_CALIBRATED if args.quick else CALIBRATED)
-        chunks = as_ranges(search(num_tokens, len(ranks), calibration.cost, BATON), 0)
+        origin = cpu_costs(ResolvedModel(folder), args.dtype, 1)
+        costs = calibrated(ranks, origin, kernel, QUICK_CALIBRATED if args.quick else CALIBRATED)
+        chunks = as_ranges(search(num_tokens, len(ranks), costs.prefill, BATON), 0)
         least_s, text = bound_s(ranks, origin.shape, num_tokens)
         console.print(f"  {text}", markup=False)
         peer = None

@@ -12,7 +12,7 @@ from deploy.commands import drain, flip, generate, inspection, local, reload, sc
 from deploy.front_doors import gateway, http
 from deploy.top import command as top
 from deploy.traces import command as trace
-from deploy.tuning.calibration import prefill as calibrate
+from deploy.tuning import calibrate
 from deploy.tuning.selection import prepare
 
 GROUPS = {

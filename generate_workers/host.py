@@ -16,8 +16,6 @@ from baton.modeling.forward.decoder import Decoder
 from baton.modeling.hosting import LoadedModel, prefix_place
 from baton.modeling.prefix_store.folder import sweep
 from baton.planning.device_profile import DeviceProfile
-from baton.planning.step_times import load_kept
-from baton.planning.work_cost import WorkCost
 from baton.process.clock import SystemClock
 from baton.process.cores import give_way_to
 from baton.process.garbage import collect_rarely
@@ -41,7 +39,7 @@ async def start_engine(
     tokenizer = await asyncio.to_thread(Tokenizer.load, place.model_folder)
     draft_model = await in_own_thread(partial(_load_draft_model, place, config, decoder, tokenizer))
     server = await GenerationServer.start(
-        ServedModel(decoder, tokenizer, draft_model, measured_cost(place), profile),
+        ServedModel(decoder, tokenizer, draft_model, profile),
         place,
         replace(config, max_slot_tokens=min(config.max_slot_tokens, decoder.config.max_position)),
         clock=SystemClock(),
@@ -52,18 +50,6 @@ async def start_engine(
     await asyncio.to_thread(sweep)  # after this process's own folder was marked as in use
     collect_rarely()
     return server
-
-
-def measured_cost(place: WorkerPlace) -> WorkCost | None:
-    """Return the costs of generation steps that were measured earlier, read from the file `place.step_times`. Return
-    None if the file does not exist, or if its costs were not measured. If the file is damaged or has another version,
-    log a warning and return None. Blocks on the disk."""
-    try:
-        found = load_kept(Path(place.step_times)) if place.step_times else None
-    except ConfigError as error:
-        logger.warning("steps are predicted by nominal costs at first: %s", error)
-        return None
-    return None if found is None or not found.is_measured else found.cost
 
 
 def _load_draft_model(

@@ -84,7 +84,7 @@ def build_orchestrator(
     is None, traces are kept in memory and not exported.
     """
     config = config or OrchestratorConfig()
-    journal, clients = Journal(clock, traces or Traces(), planner), Clients(secret)
+    journal, clients = Journal(clock, traces or Traces()), Clients(secret)
     attempt_runner = AttemptRunner(members, clients, planner, clock, config)
     chooser = attempt_runner.chooser
     poller = WorkerPoller(members, clients, clock, journal.stepped, lease_ttl_s=config.lease_ttl_s)

@@ -8,8 +8,8 @@ it.
   kv_bytes   bytes of one token's K and V in a layer
   link       latency in seconds and bandwidth in bytes per second
 
-The values are measured for each model and machine (`baton.planning.fit`), or derived from a model's shape and nominal
-rates of the hardware (`baton.planning.hardware`). docs/kv_runahead.md calls linear_s and pair_s a and b. All functions
+The values are derived from a model's shape and the rates of the hardware (`baton.planning.hardware`), and corrected by
+finished jobs (`baton.planning.prefill_costs`). docs/kv_runahead.md calls linear_s and pair_s a and b. All functions
 are pure.
 """
 

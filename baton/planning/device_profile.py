@@ -3,26 +3,27 @@
 `deploy.machine.device_profile` measures profiles and keeps them in files. Each worker reports its profile when it
 starts, and the supervisor passes it on to the orchestrator in the cluster's view. The file of a profile:
 
-  {"kind": "baton-device-profile", "schema": 1, "name": "NVIDIA H200", "device": "cuda", "shared_bandwidth": ...,
+  {"schema": 1, "profile": {"name": "NVIDIA H200", "device": "cuda", "shared_bandwidth": ...,
    "hardware": {"linear_flops": ..., ..., "link": {"latency_s": ..., "bandwidth": ...}},
-   "memory_bytes": ..., "used_bytes": ..., "is_measured": true}
+   "memory_bytes": ..., "used_bytes": ..., "is_measured": true}}
 
 `load` and `save` block on the disk; all other functions are pure.
 """
 
+import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+
 from baton.errors import ConfigError
-from baton.planning import json_file
-from baton.planning.cost_model import LinkModel
 from baton.planning.gpus import ASSUMED, gpu_rank
 from baton.planning.hardware import Hardware, cpu_rank
+from baton.process.whole_files import whole
 
-KIND = "baton-device-profile"
 SCHEMA = 1
-_STORED = ("name", "device", "shared_bandwidth", "memory_bytes", "used_bytes", "is_measured")
+"""Version of the format of profiles in files."""
 
 
 @dataclass(frozen=True)
@@ -75,25 +76,36 @@ def slowest(profiles: Collection[DeviceProfile]) -> DeviceProfile | None:
     return min(profiles, key=lambda profile: profile.hardware.linear_flops, default=None)
 
 
+@dataclass(frozen=True)
+class _File:
+    schema: int
+    profile: DeviceProfile
+
+
 def save(profile: DeviceProfile, path: Path) -> None:
     """Write the profile to a file, replacing an existing one. Raises ConfigError when it cannot be written."""
-    fields = asdict(profile)
-    del fields["hardware"]["scores_per_s"]  # infinite, as Baton's kernels do not store scores; JSON has no infinity
-    json_file.write(path, json_file.dump(KIND, SCHEMA, fields))
+    try:
+        with whole(path) as partial:
+            partial.write_text(json.dumps(asdict(_File(SCHEMA, profile)), indent=1), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}): make its folder writable") from error
 
 
 def load(path: Path) -> DeviceProfile:
     """Read a profile from a file that `save` has written. Raises ConfigError if it cannot be read; the message names
     the file and the remedy."""
-    text = json_file.read(path, KIND)
-    with json_file.naming(str(path)):
-        data = json_file.parse(text, KIND, SCHEMA)
-        try:
-            link = LinkModel(**data["hardware"].pop("link"))
-            hardware = Hardware(link=link, **data["hardware"])
-            return DeviceProfile(**{name: data[name] for name in _STORED}, hardware=hardware)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"is not a complete profile ({error!r}): delete the file") from error
+    try:
+        found = TypeAdapter(_File).validate_json(path.read_bytes(), strict=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}): make it readable, or delete it") from error
+    except ValidationError as error:
+        field, reason = ".".join(map(str, error.errors()[0]["loc"])) or "JSON", error.errors()[0]["msg"]
+        raise ConfigError(f"{path}: is not a device profile ({field}: {reason}): delete the file") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: is not a device profile ({error}): delete the file") from error
+    if found.schema != SCHEMA:
+        raise ConfigError(f"{path}: schema = {found.schema}, and this version reads {SCHEMA}: delete the file")
+    return found.profile
 
 
 def _giga(rate: float) -> str:

@@ -1,9 +1,13 @@
-"""Rates that kinds of ranks reach in practice, and costs derived from these rates and a model's FLOPs and bytes. All
-functions are pure."""
+"""Rates that kinds of ranks reach in practice, and costs derived from these rates and a model's FLOPs and bytes.
+
+All predictions begin with derived costs, and are corrected by the durations of finished jobs and steps
+(`baton.planning.prefill_costs`, `baton.planning.step_cost`). All functions are pure.
+"""
 
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Self
 
 from baton.errors import ConfigError
 from baton.planning.cost_model import CostModel, LinkModel
@@ -39,6 +43,27 @@ class Hardware:
         for name in ("linear_flops", "pair_flops", "scores_per_s", "memory_bandwidth"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"hardware: {name} = {getattr(self, name)} is out of range: give a rate above 0")
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """Costs of a model with which predictions begin: those of prefill on a rank, and of steps on an engine."""
+
+    shape: ModelShape
+    prefill: CostModel
+    step: WorkCost
+    bytes_per_weight: float
+    """Mean size of one weight in bytes, as the model is stored in memory."""
+
+    @classmethod
+    def of(
+        cls, shape: ModelShape, rank: Hardware, *, engine: Hardware | None = None, bytes_per_weight: float | None = None
+    ) -> Self:
+        """Return the costs that are derived from the model's FLOPs and bytes and the rates of the hardware. `engine`:
+        hardware of the engine; None: that of the rank. `bytes_per_weight`: None: the size of one value of the dtype."""
+        size = bytes_per_weight or shape.dtype_bytes
+        step = derive_step(shape, engine or rank, weight_bytes=shape.step_weights * size)
+        return cls(shape, derive(shape, rank), step, size)
 
 
 def derive(shape: ModelShape, hardware: Hardware) -> CostModel:

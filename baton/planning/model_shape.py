@@ -5,7 +5,6 @@ Used by the cost model and by `baton simulate`. Does no I/O.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 from baton.errors import ConfigError
 
@@ -47,13 +46,6 @@ class ModelShape:
                 f"shape: num_active_experts = {self.num_active_experts} is out of range: give at most num_experts ="
                 f" {self.num_experts}"
             )
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Fields that identify this shape, for fingerprints. For a model without experts, the fields about experts are
-        omitted. Fingerprints in files that are older than these fields therefore remain valid."""
-        fields = dataclasses.asdict(self)
-        return fields if self.num_experts > 1 else {name: fields[name] for name in fields if "experts" not in name}
 
     @property
     def ffn_weights(self) -> int:
@@ -116,15 +108,3 @@ class ModelShape:
     def kv_bytes(self) -> int:
         """Size in bytes of one token's K and V in one layer."""
         return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
-
-
-def shape_from(fields: dict[str, Any], where: str) -> ModelShape:
-    """Create a shape from a mapping of field names to values. `where` is named in error messages. Raises ConfigError
-    for missing or unknown fields."""
-    known = {field.name: field for field in dataclasses.fields(ModelShape)}
-    required = [name for name, field in known.items() if field.default is dataclasses.MISSING]
-    if unknown := sorted(set(fields) - set(known)):
-        raise ConfigError(f"{where}: {unknown[0]} is not a field of a shape: use {', '.join(known)}")
-    if missing := [name for name in required if name not in fields]:
-        raise ConfigError(f"{where}: {missing[0]} is missing: a shape needs {', '.join(required)}")
-    return ModelShape(**fields)

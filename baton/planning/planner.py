@@ -2,8 +2,8 @@
 of generation steps.
 
 A running cluster takes all predictions from the planner: to choose the partition and the number of ranks of a chain, to
-order jobs, and to detect stalled chains. Measured costs are used unchanged. Nominal costs are corrected by the observed
-durations of finished jobs (`baton.planning.prefill_costs`). The observations are lost when the orchestrator restarts.
+order jobs, and to detect stalled chains. Costs are nominal at first, and are corrected by the observed durations of
+finished jobs (`baton.planning.prefill_costs`). The observations are lost when the orchestrator restarts.
 
 Partitions are interpolated between knots, as KVR-P in KV-Runahead (ICML 2024, section 4.2). Knots are partitions that
 are searched when the planner is created; see docs/kv_runahead.md.
@@ -14,22 +14,21 @@ planner takes some tenths of a second for 4 ranks and some seconds for 8, so it 
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from baton.errors import ConfigError, InvalidArgumentError
-from baton.planning.calibration import Calibration, nominal
+from baton.errors import InvalidArgumentError
 from baton.planning.chain.partition import as_ranges, check_partition_request
 from baton.planning.chain.partition_table import PartitionTable, build_table
 from baton.planning.chain.search import analytic_seed, tapered
 from baton.planning.chain.wavefront import chain_ttft, work_of
 from baton.planning.cost_model import BATON, CostModel
 from baton.planning.device_profile import DeviceProfile
+from baton.planning.hardware import ModelCosts
 from baton.planning.local_prefill import LocalPrefill
 from baton.planning.pace import Pace
 from baton.planning.prefill_costs import PrefillCosts, ranks_s
-from baton.planning.step_times import StepTimes, nominal_steps
 from baton.results.prefill_trace import RankTiming
 from baton.types import TokenRange
 
@@ -46,112 +45,78 @@ _FETCH_S = 0.004
 and transfer of bytes are not included."""
 
 
-@dataclass(frozen=True)
-class PredictionBasis:
-    """Calibration and knots (best partitions for some context lengths) from which predictions are computed. Immutable:
-    to change it, the planner replaces the whole object."""
-
-    calibration: Calibration
-    knots: PartitionTable
-
-
 class ChainPlanner:
-    """Predicts durations of prefill chains with up to `max_ranks` ranks, from the costs of one calibration.
+    """Predicts durations of prefill chains with up to `max_ranks` ranks, and of generation steps.
 
-    Any thread may request predictions. Only one thread may call the methods that change them: `adopt`, `use_steps`,
-    `observe`, `observe_local`, `observe_fetch`, `pass_over_local` and `pass_over_fetch`.
+    Any thread may request predictions. Only one thread may call the methods that change them: `observe`,
+    `observe_local`, `observe_fetch`, `pass_over_local` and `pass_over_fetch`.
     """
 
     def __init__(
         self,
-        calibration: Calibration,
+        nominal: ModelCosts,
         *,
         max_ranks: int,
         max_tokens: int,
-        steps: StepTimes | None = None,
         local: LocalPrefill | None = None,
         table: PartitionTable | None = None,
         devices: frozenset[str] = frozenset(),
     ) -> None:
-        """Create a planner, and search knots (best partitions for some context lengths) for prompts of up to
-        `max_tokens` tokens. Longer prompts are partitioned in the same proportions as prompts of `max_tokens` tokens.
+        """Create a planner whose predictions begin with the costs `nominal`. Search knots (best partitions for some
+        context lengths) for prompts of up to `max_tokens` tokens. Longer prompts are partitioned in the same
+        proportions as prompts of `max_tokens` tokens.
 
-        `table`: knots of a planner with equal arguments; if given, nothing is searched. `steps`: durations of
-        generation steps; if None, `step_s` raises ConfigError. `local`: configuration of local prefill. If `steps` or
-        `local` is None, `local_s` returns None. `devices`: names of the device profiles (DeviceProfile) for which the
-        calibration and the step times are valid. Raises InvalidArgumentError if `max_ranks` or `max_tokens` is below 1.
+        `table`: knots of a planner with equal arguments; if given, nothing is searched. `local`: configuration of local
+        prefill; if None, `local_s` returns None. `devices`: names of the device profiles (DeviceProfile) for which
+        `nominal` is valid. Raises InvalidArgumentError if `max_ranks` or `max_tokens` is below 1.
         """
         for name, value in (("max_ranks", max_ranks), ("max_tokens", max_tokens)):
             if value < 1:
                 raise InvalidArgumentError(f"{name} = {value} is out of range: use at least 1")
+        self.nominal = nominal
+        """Costs that are used until durations of jobs have been observed."""
         self.max_ranks = max_ranks
         self.max_tokens = max_tokens
         self.local = local
         """Configuration of local prefill by generation groups. None: local prefill is not predicted."""
-        self.steps = steps
-        """Durations of generation steps, by number of sequences and tokens. None: unknown."""
         self.devices = devices
         """Names of the device profiles for which this planner was made."""
+        self.table = self._searched() if table is None else table
+        """Knots: best partitions for some context lengths."""
+        self._num_searched = max(self.table.knots, default=1)
         self._others: dict[tuple[str, bool], ChainPlanner] = {}
-        """Planners for other devices than that of the calibration, by the device's name and whether its rates were
-        measured."""
-        if table is None:
-            self._basis = self.search(calibration)
-        else:
-            self._basis = PredictionBasis(calibration, table)
-        self._num_searched = max(self._basis.knots.knots, default=1)
-        self._forget()
-
-    @property
-    def calibration(self) -> Calibration:
-        """Calibration that is used for predictions. It may be measured or nominal."""
-        return self._basis.calibration
-
-    @property
-    def table(self) -> PartitionTable:
-        """Table of the partitions that were found for the current calibration."""
-        return self._basis.knots
+        """Planners for other devices, by the device's name and whether its rates were measured."""
+        self._rank_costs, self._local_costs = PrefillCosts(nominal.prefill), PrefillCosts(nominal.prefill)
+        self._push_pace, self._fetch_pace = Pace(), Pace()
 
     @property
     def cost(self) -> CostModel:
-        """Costs that are used for predictions. If the calibration is nominal, its costs are corrected by the observed
-        durations of finished jobs."""
-        calibration = self._basis.calibration
-        return calibration.cost if calibration.is_measured else self._rank_costs.cost
+        """Costs of prefill on a rank: the nominal ones, corrected by the observed durations of finished jobs."""
+        return self._rank_costs.cost
 
-    def for_device(self, profile: DeviceProfile, *, is_only: bool = False) -> "ChainPlanner":
-        """Return the planner for workers whose device has this profile. `is_only` is True if all workers of their role
-        have equal devices.
+    def for_device(self, profile: DeviceProfile) -> "ChainPlanner":
+        """Return the planner for workers whose device has this profile.
 
-        This planner is returned if it was made for this device (`devices`), or if its costs were measured and the
-        device is the only one, on which they must have been measured. Otherwise a planner with nominal costs is
-        returned, which corrects them by what it observes of these workers. It compares a few partitions and searches
-        none.
+        This planner is returned if it was made for this device (`devices`). Otherwise a planner with the nominal costs
+        of the device is returned, which corrects them by what it observes of these workers. It compares a few
+        partitions and searches none.
         """
-        is_measured = self.calibration.is_measured or (self.steps is not None and self.steps.is_measured)
-        if profile.name in self.devices or (is_only and is_measured):
+        if profile.name in self.devices:
             return self
         key = profile.name, profile.is_measured
         if key not in self._others:
-            shape, model = self.calibration.shape, self.calibration.model
-            steps = None if self.steps is None else nominal_steps(model, profile.name, shape, profile.hardware)
+            shape, size = self.nominal.shape, self.nominal.bytes_per_weight
             self._others[key] = ChainPlanner(
-                nominal(model, profile.name, shape, profile.hardware),
+                ModelCosts.of(shape, profile.hardware, bytes_per_weight=size),
                 max_ranks=self.max_ranks,
                 max_tokens=self.max_tokens,
-                steps=steps,
                 local=None if self.local is None else replace(self.local, speed=1.0),
                 table=PartitionTable({}),
             )
         return self._others[key]
 
-    def use_steps(self, steps: StepTimes) -> None:
-        """Use `steps` for all later predictions of generation steps."""
-        self.steps = steps
-
-    def search(self, calibration: Calibration) -> PredictionBasis:
-        """Search the knots (best partitions for some context lengths) for a calibration. Return them as a
-        PredictionBasis, which can be passed to `adopt`. The planner is not changed. Blocks until the search has ended.
+    def _searched(self) -> PartitionTable:
+        """Search the knots (best partitions for some context lengths) for the nominal costs.
 
         The context lengths of knots range from a few tokens to `max_tokens`. Each is a constant factor longer than the
         previous one.
@@ -162,29 +127,19 @@ class ChainPlanner:
             factor = 2 if width <= _CLOSE_RANKS else 4
             powers = range(1 + int(math.log(longest / least, factor))) if longest > least else range(1)
             contexts[width] = [min(least, longest), *(longest // factor**power for power in powers)]
-        return PredictionBasis(calibration, build_table(calibration.cost, BATON, contexts))
-
-    def adopt(self, basis: PredictionBasis) -> None:
-        """Use `basis`, a result of `search`, for all later predictions. Drop all observed durations. Predictions that
-        are already being computed use the previous basis."""
-        self._basis = basis
-        self._forget()
+        return build_table(self.nominal.prefill, BATON, contexts)
 
     def observe(self, group: Hashable, ranks: Sequence[RankTiming]) -> None:
-        """Record the durations that the ranks of `group` measured for a finished job. If costs are nominal, they are
-        corrected by these durations from now on. If costs are measured, only the predicted time of pushing KV to the
-        generation group changes."""
-        basis = self._basis
+        """Record the durations that the ranks of `group` measured for a finished job. They correct all later
+        predictions."""
         if not ranks:
             return
         if num_bytes := sum(rank.num_bytes_pushed for rank in ranks):
-            link, end_ns = basis.calibration.cost.link, max(rank.end_ns for rank in ranks)
+            link, end_ns = self.nominal.prefill.link, max(rank.end_ns for rank in ranks)
             tail_s = max((max(rank.push_end_ns for rank in ranks) - end_ns) / 1e9 - link.latency_s, 0.0)
             run_s = (end_ns - min(rank.start_ns for rank in ranks)) / 1e9
             moved_s = min(tail_s * self.cost.num_layers, tail_s + run_s)  # tail_s: the larger part, as in `push_s`
             self._push_pace.note(moved_s, num_bytes / link.bandwidth)
-        if basis.calibration.is_measured:
-            return
         self._rank_costs.observe(group, ranks)
 
     def chunks(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
@@ -207,7 +162,7 @@ class ChainPlanner:
         if width == 1:
             return (tokens,)
         if not tokens.start and width <= min(_CLOSE_RANKS, self._num_searched):
-            return self._basis.knots.partition(tokens, width)
+            return self.table.partition(tokens, width)
         cost = self.cost
         shapes = np.array(self._shapes(tokens, width, cost), dtype=np.float64)
         times = chain_ttft(shapes, cost, BATON, cached=tokens.start)
@@ -227,10 +182,8 @@ class ChainPlanner:
 
     def step_s(self, batch: float, context: float) -> float:
         """Return the predicted duration in seconds of a generation step with `batch` sequences of `context` tokens on
-        average. Raises ConfigError if the planner has no step times, and InvalidArgumentError if `batch` is below 1."""
-        if self.steps is None:
-            raise ConfigError("this planner knows no step times: give it some, nominal ones at least")
-        return self.steps.step_s(batch, context)
+        average, according to nominal costs."""
+        return self.nominal.step.plain_s(batch, context)
 
     def push_s(self, num_tokens: int, prefill_s: float) -> float:
         """Return the predicted time in seconds from the end of a chain's computation until all KV of its `num_tokens`
@@ -244,7 +197,7 @@ class ChainPlanner:
         """
         if self.cost.push is not None:
             return 0.0  # ttft_s includes the push
-        link, num_layers = self._basis.calibration.cost.link, self.cost.num_layers
+        link, num_layers = self.nominal.prefill.link, self.cost.num_layers
         moved_s = self._push_pace.factor * num_tokens * self.cost.kv_bytes * num_layers / link.bandwidth
         return link.latency_s + max(moved_s / num_layers, moved_s - prefill_s)
 
@@ -274,11 +227,10 @@ class ChainPlanner:
 
         Tokens before `tokens.start` are cached. `step_s` is the predicted duration of a decode step of the other
         sequences; 0 if there are none. `alone_s` is the result of the method `alone_s` for the same tokens; pass it if
-        it is known, because computing it takes most of the time of this call. Returns None if `local` or `steps` is
-        None.
+        it is known, because computing it takes most of the time of this call. Returns None if `local` is None.
         """
         prefill_s = self.alone_s(tokens) if alone_s is None else alone_s
-        if self.local is None or self.steps is None or prefill_s is None:
+        if self.local is None or prefill_s is None:
             return None
         return prefill_s, self.local.steps_s(prefill_s, len(tokens), step_s)
 
@@ -312,14 +264,8 @@ class ChainPlanner:
         again."""
         self._fetch_pace.pass_over()
 
-    def _forget(self) -> None:
-        """Drop all observations and start without any."""
-        nominal = self._basis.calibration.cost
-        self._rank_costs, self._local_costs = PrefillCosts(nominal), PrefillCosts(nominal)
-        self._push_pace, self._fetch_pace = Pace(), Pace()
-
     def _nominal_fetch_s(self, num_bytes: int, *, is_far: bool) -> float:
-        link = self._basis.calibration.cost.link
+        link = self.nominal.prefill.link
         return _FETCH_S + (2 * link.latency_s if is_far else 0.0) + num_bytes / link.bandwidth
 
     def layer_s(self, chunks: Sequence[TokenRange]) -> float:
@@ -338,7 +284,7 @@ class ChainPlanner:
         balanced = analytic_seed(num_tokens, width, cost, BATON.kernel, cached=tokens.start)
         if width > self._num_searched:
             return [balanced, *tapered(num_tokens, width)]
-        return [balanced, tuple(len(each) for each in self._basis.knots.partition(tokens, width))]
+        return [balanced, tuple(len(each) for each in self.table.partition(tokens, width))]
 
 
 def _lengths(chunks: Sequence[TokenRange]) -> tuple[tuple[int, ...], int]:

@@ -1,5 +1,4 @@
-"""Estimates the prefill costs of one kind of device from finished jobs. It is used for prefill ranks whose costs are
-nominal, and for prefills by generation groups.
+"""Estimates the prefill costs of one kind of device from finished jobs, of prefill ranks or of generation groups.
 
 Nominal costs may be wrong, and each rate by a factor of its own. They also do not include a job's fixed time, for
 messages and for waking threads. The duration of a job is modelled as

@@ -7,9 +7,9 @@ A step lasts
     + prefill work * rate                                        the unit of work is the FLOPs of one token
 
 There are two costs of decoding: one for steps that replay a CUDA graph, and one for steps whose kernels are launched
-one by one. Steps that prefill or verify drafts are launched. Both start with the cost that `baton calibrate --generate`
-has measured, or with a nominal one. A launched step lasts at least as long as its launches. If the engine replays no
-graphs, all its steps have the cost of launched steps.
+one by one. Steps that prefill or verify drafts are launched. Both start with a nominal cost
+(`baton.planning.hardware`). A launched step lasts at least as long as its launches. If the engine replays no graphs,
+all its steps have the cost of launched steps.
 
 Costs of decoding are fitted to the latest steps of each kind that did not prefill. How the time of a step that also
 prefills divides is not known, so such a step only adjusts the rate of prefill. If three steps in a row deviate in the

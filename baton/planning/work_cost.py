@@ -9,9 +9,8 @@ one query, so E is the number of additional pairs. The step takes about
 seconds. A step without drafts has T = B for B sequences, and E = 0. Verifying g drafts of a sequence with S keys adds g
 to T and g S to E. A draft step reads few keys.
 
-The four coefficients are derived from a model's bytes and FLOPs (`baton.planning.hardware`), measured by `baton
-calibrate --generate` (`baton.planning.step_times`), and updated while steps run (`baton.planning.step_cost`). All
-functions are pure.
+The four coefficients are derived from a model's bytes and FLOPs (`baton.planning.hardware`), and updated while steps
+run (`baton.planning.step_cost`). All functions are pure.
 """
 
 import operator

@@ -87,7 +87,5 @@ class WorkerPlace(ModelFormats, PrefixRoom, EmulatedLink, LogLines):
     """Kernels chosen by the launcher, for the type of its processor. Workers on other types choose their own."""
     secret: str = field(default="", repr=False)
     """Secret of the cluster, which callers of the worker must send. Required: a worker without it does not start."""
-    step_times: str = ""
-    """File of measured step times, with which an engine starts. Empty or missing: it starts with nominal costs."""
     crash_note: str = ""
     """Path of the process's crash note, a file that the process itself creates. Empty: no crash note."""

@@ -4,6 +4,7 @@ isort:skip_file
 How a supervisor keeps the orchestrator. Internal: served on a port of its own, which is not the clients'."""
 
 from baton.v1 import common_pb2 as _common_pb2
+from baton.v1 import generate_pb2 as _generate_pb2
 from baton.v1 import orchestrator_pb2 as _orchestrator_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
@@ -123,28 +124,23 @@ Global___ServeRequest: _TypeAlias = ServeRequest  # noqa: Y015
 
 @_typing.final
 class Predictions(_message.Message):
-    """What predictions rest on. The texts are those of the files in which measurements are kept."""
+    """The data of the planner."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    CALIBRATION_FIELD_NUMBER: _builtins.int
-    CALIBRATION_PATH_FIELD_NUMBER: _builtins.int
-    STEP_TIMES_FIELD_NUMBER: _builtins.int
+    NOMINAL_FIELD_NUMBER: _builtins.int
     KNOTS_FIELD_NUMBER: _builtins.int
     MAX_RANKS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     LOCAL_FIELD_NUMBER: _builtins.int
     DEVICES_FIELD_NUMBER: _builtins.int
-    calibration: _builtins.str
-    calibration_path: _builtins.str
-    """File in which a calibration that is given later is kept, with step times beside it; empty: none is kept."""
-    step_times: _builtins.str
-    """Empty: unknown."""
     max_ranks: _builtins.int
     max_tokens: _builtins.int
     @_builtins.property
+    def nominal(self) -> Global___ModelCosts: ...
+    @_builtins.property
     def knots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Knot]:
-        """Partitions that were searched by the calibration, for each number of ranks ascending by tokens."""
+        """Best partitions for some prompt lengths, for each number of ranks ascending by tokens."""
 
     @_builtins.property
     def local(self) -> Global___LocalPrefill:
@@ -152,27 +148,154 @@ class Predictions(_message.Message):
 
     @_builtins.property
     def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the device profiles for which calibration and step times are valid."""
+        """Names of the device profiles for which the nominal costs are valid."""
 
     def __init__(
         self,
         *,
-        calibration: _builtins.str = ...,
-        calibration_path: _builtins.str = ...,
-        step_times: _builtins.str = ...,
+        nominal: Global___ModelCosts | None = ...,
         knots: _abc.Iterable[Global___Knot] | None = ...,
         max_ranks: _builtins.int = ...,
         max_tokens: _builtins.int = ...,
         local: Global___LocalPrefill | None = ...,
         devices: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["local", b"local"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["local", b"local", "nominal", b"nominal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "calibration_path", b"calibration_path", "devices", b"devices", "knots", b"knots", "local", b"local", "max_ranks", b"max_ranks", "max_tokens", b"max_tokens", "step_times", b"step_times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "knots", b"knots", "local", b"local", "max_ranks", b"max_ranks", "max_tokens", b"max_tokens", "nominal", b"nominal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Predictions: _TypeAlias = Predictions  # noqa: Y015
+
+@_typing.final
+class ModelCosts(_message.Message):
+    """Costs with which predictions begin. The fields of these messages are those of the classes with these names."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHAPE_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    BYTES_PER_WEIGHT_FIELD_NUMBER: _builtins.int
+    bytes_per_weight: _builtins.float
+    @_builtins.property
+    def shape(self) -> Global___ModelShape: ...
+    @_builtins.property
+    def prefill(self) -> Global___CostModel: ...
+    @_builtins.property
+    def step(self) -> _generate_pb2.WorkCost: ...
+    def __init__(
+        self,
+        *,
+        shape: Global___ModelShape | None = ...,
+        prefill: Global___CostModel | None = ...,
+        step: _generate_pb2.WorkCost | None = ...,
+        bytes_per_weight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill", "shape", b"shape", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_weight", b"bytes_per_weight", "prefill", b"prefill", "shape", b"shape", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelCosts: _TypeAlias = ModelCosts  # noqa: Y015
+
+@_typing.final
+class ModelShape(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    HIDDEN_FIELD_NUMBER: _builtins.int
+    NUM_HEADS_FIELD_NUMBER: _builtins.int
+    NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
+    HEAD_DIM_FIELD_NUMBER: _builtins.int
+    FFN_FIELD_NUMBER: _builtins.int
+    VOCAB_FIELD_NUMBER: _builtins.int
+    GATED_FIELD_NUMBER: _builtins.int
+    DTYPE_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_EXPERTS_FIELD_NUMBER: _builtins.int
+    NUM_ACTIVE_EXPERTS_FIELD_NUMBER: _builtins.int
+    num_layers: _builtins.int
+    hidden: _builtins.int
+    num_heads: _builtins.int
+    num_kv_heads: _builtins.int
+    head_dim: _builtins.int
+    ffn: _builtins.int
+    vocab: _builtins.int
+    gated: _builtins.bool
+    dtype_bytes: _builtins.int
+    num_experts: _builtins.int
+    num_active_experts: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_layers: _builtins.int = ...,
+        hidden: _builtins.int = ...,
+        num_heads: _builtins.int = ...,
+        num_kv_heads: _builtins.int = ...,
+        head_dim: _builtins.int = ...,
+        ffn: _builtins.int = ...,
+        vocab: _builtins.int = ...,
+        gated: _builtins.bool = ...,
+        dtype_bytes: _builtins.int = ...,
+        num_experts: _builtins.int = ...,
+        num_active_experts: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype_bytes", b"dtype_bytes", "ffn", b"ffn", "gated", b"gated", "head_dim", b"head_dim", "hidden", b"hidden", "num_active_experts", b"num_active_experts", "num_experts", b"num_experts", "num_heads", b"num_heads", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "vocab", b"vocab"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelShape: _TypeAlias = ModelShape  # noqa: Y015
+
+@_typing.final
+class CostModel(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    LINEAR_S_FIELD_NUMBER: _builtins.int
+    PAIR_S_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
+    PROJECT_SHARE_FIELD_NUMBER: _builtins.int
+    FIXED_S_FIELD_NUMBER: _builtins.int
+    ISSUE_S_FIELD_NUMBER: _builtins.int
+    HEAD_S_FIELD_NUMBER: _builtins.int
+    COPY_S_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
+    num_layers: _builtins.int
+    linear_s: _builtins.float
+    pair_s: _builtins.float
+    kv_bytes: _builtins.int
+    project_share: _builtins.float
+    fixed_s: _builtins.float
+    issue_s: _builtins.float
+    head_s: _builtins.float
+    copy_s: _builtins.float
+    @_builtins.property
+    def link(self) -> _common_pb2.LinkRates: ...
+    def __init__(
+        self,
+        *,
+        num_layers: _builtins.int = ...,
+        linear_s: _builtins.float = ...,
+        pair_s: _builtins.float = ...,
+        kv_bytes: _builtins.int = ...,
+        project_share: _builtins.float = ...,
+        fixed_s: _builtins.float = ...,
+        issue_s: _builtins.float = ...,
+        head_s: _builtins.float = ...,
+        copy_s: _builtins.float = ...,
+        link: _common_pb2.LinkRates | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["link", b"link"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_s", b"copy_s", "fixed_s", b"fixed_s", "head_s", b"head_s", "issue_s", b"issue_s", "kv_bytes", b"kv_bytes", "linear_s", b"linear_s", "link", b"link", "num_layers", b"num_layers", "pair_s", b"pair_s", "project_share", b"project_share"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CostModel: _TypeAlias = CostModel  # noqa: Y015
 
 @_typing.final
 class Knot(_message.Message):

@@ -37,9 +37,9 @@ from deploy.config.worker import WorkerConfig
 from deploy.groups.keeper import OrchestratorPlan
 from deploy.groups.processes import ProcessSpawner
 from deploy.groups.surroundings import Heartbeat
-from deploy.machine.calibrations import served_planner
 from deploy.machine.cluster_plan import ClusterPlan
 from deploy.machine.model_folder import resolve_folder
+from deploy.machine.planners import served_planner
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import prepare_kernels
 from orchestrator.requests.config import OrchestratorConfig

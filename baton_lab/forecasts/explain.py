@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError
 from baton.planning.hardware import Hardware
-from baton_lab.forecasts.plan_options import HERE, find_model
-from baton_lab.study.known_hardware import HARDWARE, hardware_of
+from baton_lab.forecasts.plan_options import find_model
+from baton_lab.study.known_hardware import HARDWARE, HERE, hardware_of
 from deploy.options import numbers as option_values
 
 if TYPE_CHECKING:
@@ -218,10 +218,9 @@ def _by_key(
 
 def _named(args: argparse.Namespace, demand: "Demand", pools: "Pools") -> tuple[str, "ChainPlanner"]:
     """Return the title and the planner for the model and the kind of rank that the options name."""
-    from baton.planning.calibration import nominal
+    from baton.planning.hardware import ModelCosts
     from baton.planning.local_prefill import LocalPrefill
     from baton.planning.planner import ChainPlanner
-    from baton.planning.step_times import nominal_steps
     from generate_workers.config import EngineConfig
 
     name = (args.hardware or DEFAULT_HARDWARE).lower()
@@ -231,10 +230,9 @@ def _named(args: argparse.Namespace, demand: "Demand", pools: "Pools") -> tuple[
         raise InvalidArgumentError("--params: a break-even needs the model's shape: give MODEL or --shape")
     engine = EngineConfig()
     planner = ChainPlanner(
-        nominal(model.name, name, model.shape, rates),
+        ModelCosts.of(model.shape, rates, bytes_per_weight=model.model.weight_bytes),
         max_ranks=pools.num_ranks,
         max_tokens=min(_LONGEST * demand.prompt_tokens, MAX_TOKENS),
-        steps=nominal_steps(model.name, name, model.shape, rates, weight_bytes=model.model.weight_bytes),
         local=LocalPrefill(1.0, engine.max_batched_tokens),
     )
     link = f"links {rates.link.bandwidth / 1e9:g} GB/s"
@@ -244,14 +242,14 @@ def _named(args: argparse.Namespace, demand: "Demand", pools: "Pools") -> tuple[
 def _here(args: argparse.Namespace, pools: "Pools") -> tuple[str, "ChainPlanner"]:
     """Return the title and the planner of a cluster with these pools on this machine, as `baton serve` makes it."""
     if args.link_gb_s is not None or args.shape or args.params:
-        raise InvalidArgumentError("--hardware here predicts by this machine's calibration: give MODEL, and no link")
+        raise InvalidArgumentError("--hardware here predicts by this machine's rates: give MODEL, and no link")
     from rich.console import Console
 
     from deploy.config.environment import DEFAULT_MODEL
     from deploy.config.file import load_config
-    from deploy.machine.calibrations import served_planner
     from deploy.machine.cluster_plan import ClusterPlan
     from deploy.machine.model_folder import resolve_folder
+    from deploy.machine.planners import served_planner, worker_profiles
     from deploy.machine.resolved_model import ResolvedModel
 
     settings = {
@@ -263,9 +261,10 @@ def _here(args: argparse.Namespace, pools: "Pools") -> tuple[str, "ChainPlanner"
     }
     config = load_config(None, [f"{name}={value}" for name, value in settings.items()])
     folder = resolve_folder(config.model.name, config.model.cache, Console(stderr=True))
-    planner = served_planner(ClusterPlan(config, ResolvedModel(folder)))
-    basis = "measured" if planner.calibration.is_measured else "nominal rates: `baton calibrate` measures"
-    return f"{planner.calibration.model} on {planner.calibration.hardware}: {basis}", planner
+    plan = ClusterPlan(config, ResolvedModel(folder))
+    rank, _ = worker_profiles(plan)
+    basis = "measured rates" if rank.is_measured else "nominal rates: `baton calibrate` measures them"
+    return f"{folder.name} on {rank.name}: {basis}", served_planner(plan)
 
 
 def _linked(args: argparse.Namespace, rates: Hardware) -> Hardware:

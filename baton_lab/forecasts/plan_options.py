@@ -6,14 +6,13 @@ from pathlib import Path
 
 from baton.errors import InvalidArgumentError
 from baton.planning.chips import Chip
-from baton.planning.model_shape import ModelShape, shape_from
+from baton.planning.model_shape import ModelShape
 from baton.types import DTYPE_BYTES
-from baton_lab.study.known_hardware import chip_of
-from baton_lab.study.known_models import SHAPES, TIED
+from baton_lab.study.known_hardware import HERE, chip_of
+from baton_lab.study.known_models import SHAPES, TIED, shape_from
 from baton_lab.study.roofline import Mixture, ServedModel, served
 from deploy.options import numbers as option_values
 
-HERE = "here"
 DEFAULT_CHIP = "h100"
 
 

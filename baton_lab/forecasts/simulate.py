@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from baton.errors import InvalidArgumentError
 from baton.planning.cost_model import CostModel, LinkModel
 from baton.planning.hardware import derive
-from baton.planning.model_shape import shape_from
 from baton_lab.study.known_hardware import HARDWARE, hardware_of
-from baton_lab.study.known_models import SHAPES, shape_of
+from baton_lab.study.known_models import SHAPES, shape_from, shape_of
 from baton_lab.study.protocols import PROTOCOLS
 from deploy.options import numbers as option_values
 from deploy.options.subcommand import add_command
@@ -50,7 +49,7 @@ examples:
   baton simulate                                              Llama-3.1-8B on H100s, 2 to 8 ranks
   baton simulate --link-gb-s 1 --ranks 4 --contexts 8k        slow links: most tokens go to the last rank
   baton simulate --model llama-7b --hardware a100-eager --protocol paper --ranks 4,8 --plot paper.png
-  baton simulate --calibration this-machine.json --ranks 2 --contexts 512,2k,6000"""
+  baton simulate --model smollm2-135m --hardware here --ranks 2 --contexts 512,2k,6000"""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -74,7 +73,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="shape of a model, instead of --model. Required: num_layers, hidden, num_heads, num_kv_heads, head_dim,"
         " ffn, vocab. Optional: gated=0 (feed-forward network without a gate), dtype_bytes (default: 2)",
     )
-    text = f"hardware: {', '.join(HARDWARE)} (default: {DEFAULT_HARDWARE})"
+    text = f"hardware: {', '.join(HARDWARE)}, or here for this machine (default: {DEFAULT_HARDWARE})"
     group.add_argument("--hardware", metavar="NAME", help=text)
     for name, text in (
         ("--linear-tflop-s", "rate of matrix products in TFLOP/s (default: the hardware's)"),
@@ -84,8 +83,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         ("--push-gb-s", "bandwidth from rank to generation group in 1e9 bytes per second (default: not counted)"),
     ):
         group.add_argument(name, metavar="X", help=text)
-    text = "file that `baton calibrate` wrote, instead of --model and --hardware"
-    group.add_argument("--calibration", type=Path, metavar="FILE", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,9 +114,9 @@ def run(args: argparse.Namespace) -> int:
 
 def machine(args: argparse.Namespace) -> tuple[str, CostModel]:
     """Return the cost model for the model and hardware that the options name, and a title that describes them."""
-    _refuse_both(args, "calibration", ("model", "shape", "hardware", "linear_tflop_s", "attention_tflop_s"))
-    _refuse_both(args, "shape", ("model",))
-    name, cost = _calibrated(args.calibration) if args.calibration else _derived(args)
+    if args.shape is not None and args.model is not None:
+        raise InvalidArgumentError("--shape and --model say the same: leave one out")
+    name, cost = _derived(args)
     link, push = cost.link, cost.push
     if args.link_gb_s is not None:
         link = dataclasses.replace(link, bandwidth=option_values.positive("--link-gb-s", args.link_gb_s) * 1e9)
@@ -170,13 +167,6 @@ def _shares(row: "Comparison") -> str:
     return " ".join(f"{share:.0f}" if share >= 1 else "<1" for share in shares)
 
 
-def _calibrated(path: Path) -> tuple[str, CostModel]:
-    from baton.planning.calibration import load
-
-    calibration = load(path)
-    return f"{calibration.model} on {calibration.hardware}", calibration.cost
-
-
 def _derived(args: argparse.Namespace) -> tuple[str, CostModel]:
     name, model = args.hardware or DEFAULT_HARDWARE, args.model or DEFAULT_MODEL
     hardware = hardware_of(name)
@@ -189,14 +179,6 @@ def _derived(args: argparse.Namespace) -> tuple[str, CostModel]:
     given = option_values.assignments("--shape", args.shape) if args.shape else {}
     shape = shape_from(given, "--shape") if given else shape_of(model)
     return f"{'a model' if args.shape else model} on {name}", derive(shape, hardware)
-
-
-def _refuse_both(args: argparse.Namespace, option: str, others: tuple[str, ...]) -> None:
-    """Raise InvalidArgumentError if two options that exclude each other are given, so that neither is silently
-    ignored."""
-    for other in others:
-        if getattr(args, option) is not None and getattr(args, other) is not None:
-            raise InvalidArgumentError(f"--{option} and --{other.replace('_', '-')} say the same: leave one out")
 
 
 def _seconds(value: float) -> str:

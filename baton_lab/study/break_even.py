@@ -28,7 +28,6 @@ from dataclasses import dataclass, replace
 from baton.errors import InvalidArgumentError
 from baton.planning.local_prefill import LocalPrefill
 from baton.planning.planner import ChainPlanner
-from baton.planning.step_times import StepTimes
 from baton.results.prefill_trace import PlacementTerms
 from baton.types import TokenRange
 from baton_lab.study.terms import chain_terms, local_terms
@@ -129,15 +128,14 @@ class BreakEven:
 
     def __init__(self, planner: ChainPlanner, pools: Pools) -> None:
         """Create a comparison that uses the planner's predictions. Raises InvalidArgumentError if the planner does not
-        predict step times or local prefill, or if a prefill group of `pools` has more ranks than it plans for."""
-        if planner.local is None or planner.steps is None:
-            raise InvalidArgumentError("the planner has no step times, or no local prefill: give it both")
+        predict local prefill, or if a prefill group of `pools` has more ranks than it plans for."""
+        if planner.local is None:
+            raise InvalidArgumentError("the planner has no configuration of local prefill: give one")
         if planner.max_ranks < pools.num_ranks:
             raise InvalidArgumentError(f"num_ranks = {pools.num_ranks}: the planner plans {planner.max_ranks} at most")
         self._planner = planner
         self._pools = pools
         self._local: LocalPrefill = planner.local
-        self._steps: StepTimes = planner.steps
         self.num_together = pools.num_engines + pools.num_groups * pools.num_ranks / planner.local.speed
         """Number of engines if all workers, including prefill ranks, become engines. It can be a fraction, because a
         rank may be slower or faster than an engine."""
@@ -166,7 +164,7 @@ class BreakEven:
         terms = chain_terms(self._planner, prefill_s, demand.prompt_tokens, batch, is_elsewhere=True)
         if num_rows + rate * terms.own_s > pools.num_slots:
             return None
-        step_s = self._steps.step_s(max(num_rows, 1.0), batch[1])
+        step_s = self._planner.step_s(max(num_rows, 1.0), batch[1])
         return _side(demand, terms, step_s, step_s, (num_ranks, num_rows, load, step_s))
 
     def together(self, demand: Demand) -> Side | None:
@@ -185,7 +183,7 @@ class BreakEven:
         load = rate * terms.own_s
         if load >= 1 or num_rows + load > self._pools.num_slots:
             return None
-        step_s = self._steps.step_s(max(num_rows, 1.0), batch[1])
+        step_s = self._planner.step_s(max(num_rows, 1.0), batch[1])
         chunk_s = self._local.chunk_s(terms.prefill_s, len(tokens), step_s)
         return _side(demand, terms, step_s, step_s + chunk_s, (0, num_rows, load, step_s / (1 - part)))
 
@@ -241,7 +239,7 @@ class BreakEven:
         tokens_s, context = rate * (demand.output_tokens - 1), _context(demand)
 
         def lacking(num_rows: float) -> bool:
-            return tokens_s * self._steps.step_s(max(num_rows, 1.0), context) / (1 - part) > num_rows
+            return tokens_s * self._planner.step_s(max(num_rows, 1.0), context) / (1 - part) > num_rows
 
         low, high = 0.0, float(self._pools.num_slots)
         if lacking(high):

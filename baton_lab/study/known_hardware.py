@@ -38,12 +38,23 @@ HARDWARE = {
     "cpu-core": CPU_CORE,
     "cpu-core-fp32": CPU_CORE_FP32,
 }
-"""Rates of a prefill rank's hardware by name, for estimates. A running cluster measures its own rates
-(`baton.planning.calibration`)."""
+"""Rates of a prefill rank's hardware by name, for estimates. The rates of a machine are measured by `baton calibrate`
+(`deploy.machine.device_profile`)."""
+
+
+HERE = "here"
+"""Name of this machine's hardware."""
 
 
 def hardware_of(name: str) -> Hardware:
-    """Return the rates of a rank's hardware by its name in HARDWARE. Raises ConfigError for an unknown name."""
+    """Return the rates of a rank's hardware by its name in HARDWARE. HERE: the rates of this machine's first GPU or, if
+    it has none, of one core. They are nominal unless they were measured. Raises ConfigError for an unknown name."""
+    if name == HERE:
+        from deploy.machine.device_profile import local_profile
+        from deploy.machine.this_machine import gpu_name
+
+        gpu = gpu_name()
+        return local_profile("cuda" if gpu else "cpu", 1, dtype_bytes=2, gpu=gpu).hardware
     if name not in HARDWARE:
-        raise ConfigError(f"hardware = {name!r} is unknown: use one of {', '.join(HARDWARE)}, or a calibration file")
+        raise ConfigError(f"hardware = {name!r} is unknown: use one of {', '.join(HARDWARE)}, or here for this machine")
     return HARDWARE[name]

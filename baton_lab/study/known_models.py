@@ -2,6 +2,7 @@
 embedding."""
 
 import dataclasses
+from typing import Any
 
 from baton.errors import ConfigError
 from baton.planning.model_shape import ModelShape
@@ -32,3 +33,15 @@ def shape_of(name: str) -> ModelShape:
     if name not in SHAPES:
         raise ConfigError(f"model = {name!r} is unknown: use one of {', '.join(SHAPES)}, or give its shape")
     return SHAPES[name]
+
+
+def shape_from(fields: dict[str, Any], where: str) -> ModelShape:
+    """Create a shape from a mapping of field names to values. `where` is named in error messages. Raises ConfigError
+    for missing or unknown fields."""
+    known = {field.name: field for field in dataclasses.fields(ModelShape)}
+    required = [name for name, field in known.items() if field.default is dataclasses.MISSING]
+    if unknown := sorted(set(fields) - set(known)):
+        raise ConfigError(f"{where}: {unknown[0]} is not a field of a shape: use {', '.join(known)}")
+    if missing := [name for name in required if name not in fields]:
+        raise ConfigError(f"{where}: {missing[0]} is missing: a shape needs {', '.join(required)}")
+    return ModelShape(**fields)

@@ -28,7 +28,7 @@ def chain_terms(
     `prefill_s` is the compute time of the chain in seconds, and `num_pushed` the number of tokens whose KV is pushed.
     `is_elsewhere` is True if no rank of the chain is on the group's node.
     """
-    step_s = _step_s(planner, batch) if planner.steps is not None else 0.0
+    step_s = _step_s(planner, batch)
     return PlacementTerms(
         queue_s=0.0,
         prefill_s=prefill_s,
@@ -42,11 +42,10 @@ def local_terms(planner: ChainPlanner, tokens: TokenRange, batch: Batch) -> Plac
     """Return the predicted times of a local prefill, in which a generation group computes `tokens` itself. `batch`
     describes the sequences that the group decodes meanwhile. It is assumed that no other prompt waits.
 
-    Returns None if the planner has no configuration of local prefill or no step times.
+    Returns None if the planner has no configuration of local prefill.
     """
     num_rows, context = batch
-    has_steps = num_rows > 0 and planner.steps is not None
-    found = planner.local_s(tokens, planner.step_s(max(num_rows, 1.0), context) if has_steps else 0.0)
+    found = planner.local_s(tokens, planner.step_s(max(num_rows, 1.0), context) if num_rows > 0 else 0.0)
     if found is None:
         return None
     prefill_s, steps_s = found

@@ -12,12 +12,12 @@ from enum import Enum
 from functools import partial
 from itertools import count, islice
 
-from baton.planning.cost_model import CostModel
+from baton.planning.hardware import ModelCosts
 from baton.types import Epoch
 from baton_lab.traffic.events import Timeline
 from baton_lab.traffic.gaps import GapHistogram
 from baton_lab.traffic.service import GroupSizes
-from baton_lab.traffic.work.batch import Batch, StepLines
+from baton_lab.traffic.work.batch import Batch
 from baton_lab.traffic.work.chain_queue import PrefillWork, RankQueue
 from baton_lab.traffic.work.chain_turns import ChainTurns
 from orchestrator.membership.view import GenerationGroup, PrefillGroup
@@ -77,16 +77,13 @@ class Member:
 class Fleet:
     """All groups that are now in the simulated cluster."""
 
-    def __init__(
-        self, sizes: GroupSizes, cost: CostModel, lines: StepLines, timeline: Timeline, gaps: GapHistogram
-    ) -> None:
+    def __init__(self, sizes: GroupSizes, costs: ModelCosts, timeline: Timeline, gaps: GapHistogram) -> None:
         self.on_change: Callable[[], None] = lambda: None
         """Callback that is called when the set of ready groups has changed."""
         self.on_row_end: Callable[[int, float], None] = lambda number, end_s: None
         """Callback that is called when a request ends, with the request's number and the time of its last token."""
         self._sizes = sizes
-        self._cost = cost
-        self._lines = lines
+        self._costs = costs
         self._timeline = timeline
         self._gaps = gaps
         self._numbers = count()
@@ -200,13 +197,13 @@ class Fleet:
         if member.number in self.members and member.state is State.STARTING:
             if member.role is Role.PREFILL:
                 num_ranks = self._sizes.num_ranks
-                member.chain = ChainTurns(num_ranks, self._cost) if num_ranks > 1 else RankQueue()
+                member.chain = ChainTurns(num_ranks, self._costs.prefill) if num_ranks > 1 else RankQueue()
                 endpoints = tuple(f"node-{member.number}:{rank + 1}" for rank in range(num_ranks))
                 name, store = f"group-{member.number}", f"store-{member.number}-{member.num_flips}"
                 member.prefill_view = PrefillGroup(name, endpoints, Epoch(member.num_flips), prefix_store=store)
                 member.free_at_s = self._timeline.now_s()
             else:
-                member.batch = Batch(self._lines, self._gaps, lambda number, end_s: self.on_row_end(number, end_s))
+                member.batch = Batch(self._costs.step, self._gaps, lambda number, end_s: self.on_row_end(number, end_s))
                 endpoint, slots = f"node-{member.number}:1", self._sizes.num_slots
                 member.generation_view = GenerationGroup(f"group-{member.number}", endpoint, "", slots, 2**31)
             self._serve(member)

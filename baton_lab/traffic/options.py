@@ -2,7 +2,6 @@
 because every `baton` command loads this module."""
 
 import argparse
-from pathlib import Path
 
 from baton_lab.study.known_hardware import HARDWARE
 from baton_lab.study.known_models import SHAPES
@@ -66,9 +65,5 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model and machine")
     text = f"model: {', '.join(SHAPES)} (default: %(default)s)"
     group.add_argument("--model", default="llama-3.1-8b", metavar="NAME", help=text)
-    text = f"hardware: {', '.join(HARDWARE)} (default: %(default)s)"
+    text = f"hardware: {', '.join(HARDWARE)}, or here for this machine (default: %(default)s)"
     group.add_argument("--hardware", default="h100-flash", metavar="NAME", help=text)
-    text = "file that `baton calibrate` wrote, instead of --model and --hardware; needs --step-times"
-    group.add_argument("--calibration", type=Path, metavar="FILE", help=text)
-    text = "file that `baton calibrate --generate` wrote; needs --calibration"
-    group.add_argument("--step-times", type=Path, metavar="FILE", help=text)

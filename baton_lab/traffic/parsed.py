@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from baton.errors import InvalidArgumentError
-from baton.planning import calibration, step_times
+from baton.planning.hardware import ModelCosts
 from baton_lab.study.known_hardware import hardware_of
 from baton_lab.study.known_models import shape_of
 from baton_lab.traffic.comparing import Setting
@@ -48,15 +48,8 @@ def setting(args: argparse.Namespace) -> Setting:
 
 def planner(args: argparse.Namespace, num_ranks: int) -> RecallingPlanner:
     """Return the orchestrator's planner for the model and machine that the options name."""
-    if (args.calibration is None) != (args.step_times is None):
-        raise InvalidArgumentError("--calibration and --step-times go together: give both files, or neither")
-    if args.calibration is not None:
-        costs, steps = calibration.load(args.calibration), step_times.load(args.step_times)
-    else:
-        shape, rates = shape_of(args.model), hardware_of(args.hardware)
-        costs = calibration.nominal(args.model, args.hardware, shape, rates)
-        steps = step_times.nominal_steps(args.model, args.hardware, shape, rates)
-    return RecallingPlanner(costs, max_ranks=num_ranks, max_tokens=_SEARCHED_TOKENS, steps=steps)
+    costs = ModelCosts.of(shape_of(args.model), hardware_of(args.hardware))
+    return RecallingPlanner(costs, max_ranks=num_ranks, max_tokens=_SEARCHED_TOKENS)
 
 
 def trace(args: argparse.Namespace, on: Setting) -> Trace:

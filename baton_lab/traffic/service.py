@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import InvalidArgumentError
-from baton.planning.calibration import Calibration
+from baton.planning.hardware import ModelCosts
 from baton.planning.planner import ChainPlanner
-from baton.planning.step_times import StepTimes
 from baton.types import TokenRange
 
 Chunks = tuple[TokenRange, ...]
@@ -20,11 +19,11 @@ class RecallingPlanner(ChainPlanner):
     """Planner of the orchestrator (`ChainPlanner`) that computes each prediction once and caches it. This is possible
     because its costs never change."""
 
-    def __init__(self, calibration: Calibration, *, max_ranks: int, max_tokens: int, steps: StepTimes) -> None:
+    def __init__(self, nominal: ModelCosts, *, max_ranks: int, max_tokens: int) -> None:
         """Create a planner whose costs are fixed. The attribute `local` (configuration of prefill by generation groups)
         is initially None. As long as it is None, the times of such prefills are not predicted. See ChainPlanner for the
         parameters."""
-        super().__init__(calibration, max_ranks=max_ranks, max_tokens=max_tokens, steps=steps)
+        super().__init__(nominal, max_ranks=max_ranks, max_tokens=max_tokens)
         self._known_chunks: dict[tuple[int, int, int], Chunks] = {}
         self._known_ttft_s: dict[Chunks, float] = {}
         self._known_rank_s: dict[Chunks, tuple[float, ...]] = {}

@@ -32,7 +32,6 @@ from baton_lab.traffic.placing import Asked, Placer, Placing, Spot
 from baton_lab.traffic.results import Results, ScalerEvent
 from baton_lab.traffic.service import GroupSizes, RecallingPlanner
 from baton_lab.traffic.traces.trace import Trace
-from baton_lab.traffic.work.batch import StepLines
 from orchestrator.admission.fair_queue import FairQueue
 from orchestrator.admission.gate import Admission, Entry
 from orchestrator.placement.chain_width import WidthPolicy
@@ -105,20 +104,18 @@ class Simulation:
         max_blocks: int = 0,
         whole_chooser: bool = False,
     ) -> None:
-        """Prepare the simulation of a trace. `planner` must have step times. `allocation`: initial numbers of (prefill
-        groups, generation groups), all of which are ready at the start. `scaler`: scaling policy; None keeps the
-        initial numbers.
+        """Prepare the simulation of a trace. `allocation`: initial numbers of (prefill groups, generation groups), all
+        of which are ready at the start. `scaler`: scaling policy; None keeps the initial numbers.
 
         `max_blocks`: number of KV blocks that the prefix cache of each prefill group can hold; 0: no prefix cache.
         `whole_chooser`: True to let the orchestrator's own code compare all groups for each request, False to compare
         only a few candidate groups.
         """
-        assert planner.steps is not None
         self.trace, self.planner, self.sizes = trace, planner, sizes
         self.timeline, self.counts = Timeline(), Counts()
         self._gaps = GapHistogram()
         self._admission = Admission(config, self.timeline, FairQueue())
-        self.fleet = Fleet(sizes, planner.cost, StepLines(planner.steps), self.timeline, self._gaps)
+        self.fleet = Fleet(sizes, planner.nominal, self.timeline, self._gaps)
         self.fleet.on_row_end = lambda number, end_s: self.timeline.at(end_s, partial(self._end, number))
         policy = WidthPolicy(planner, elastic=config.elastic, overtaking=config.overtaking)
         self.placing: Placer = Placing(self.fleet, planner, policy, self.timeline, max_blocks=max_blocks)

@@ -10,11 +10,11 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-from baton.planning.calibration import Calibration, calibrate_chain
 from baton.planning.chain.partition import as_ranges
 from baton.planning.chain.search import rounded
 from baton.planning.cost_model import CostModel, LinkModel
-from baton.planning.fit import RankRow, fit_link
+from baton.planning.hardware import ModelCosts
+from baton_lab.study.prefill_fit import RankRow, fit_chain, fit_link
 from benchmarks.baselines.link_probe import Points
 from benchmarks.baselines.pacing import FULL_SPEED, Pace
 from benchmarks.baselines.rank_process import Task
@@ -31,12 +31,12 @@ _MESSAGE_BYTES = (2**14, 2**17, 2**20)
 _MESSAGE_REPEATS = 3
 
 
-def calibrated(ranks: Ranks, origin: Calibration, kernel: str, lengths: Sequence[int] = LENGTHS) -> Calibration:
-    """Run chains on all ranks and send messages between the ranks. Return the cost model fitted to the medians of three
-    runs.
+def calibrated(ranks: Ranks, origin: ModelCosts, kernel: str, lengths: Sequence[int] = LENGTHS) -> ModelCosts:
+    """Run chains on all ranks and send messages between the ranks. Return the costs, with those of
+    prefill fitted to the medians of three runs.
 
-    `origin`: calibration whose names of model and hardware are used. `lengths`: prompt lengths in tokens. Takes about
-    half a minute for the default lengths.
+    `origin`: nominal costs, of which those are kept that are not measured. `lengths`: prompt lengths in tokens. Takes
+    about half a minute for the default lengths.
     """
     rows: list[RankRow] = []
     request_s: list[float] = []
@@ -52,8 +52,8 @@ def calibrated(ranks: Ranks, origin: Calibration, kernel: str, lengths: Sequence
                     rows.append(RankRow(len(chunk), chunk.start, rank == len(ranks) - 1, seconds))
                 request_s += [_besides(outcome) for outcome in outcomes[1:]]
                 advance()
-    calibration, _ = calibrate_chain(origin, rows, message_points(ranks), statistics.median(request_s))
-    return calibration
+    fitted = fit_chain(origin.prefill, rows, message_points(ranks), statistics.median(request_s))
+    return dataclasses.replace(origin, prefill=fitted)
 
 
 def message_points(ranks: Ranks, pace: Pace = FULL_SPEED) -> Points:

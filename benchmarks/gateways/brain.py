@@ -16,7 +16,7 @@ from baton.transport.identity import ClusterSecret
 from benchmarks.gateways.engines import HOST, LAYOUT
 from benchmarks.gateways.process import Answer, usage
 from benchmarks.gateways.profile import Profile
-from deploy.machine.calibrations import nominal_calibration
+from deploy.machine.planners import cpu_costs
 from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.api.checks import RequestValidator
 from orchestrator.api.frontend import OrchestratorServer
@@ -47,9 +47,7 @@ async def brain(told: Brain) -> AsyncIterator[tuple[int, Answer]]:
     first. Then answers three questions: `usage` returns the resources that the process has used, `profile` starts a
     profile, and `profiled` ends the profile and returns it as text."""
     members = Membership()
-    planner = ChainPlanner(
-        nominal_calibration(ResolvedModel(told.folder), "bfloat16", 1), max_ranks=1, max_tokens=MAX_TOKENS
-    )
+    planner = ChainPlanner(cpu_costs(ResolvedModel(told.folder), "bfloat16", 1), max_ranks=1, max_tokens=MAX_TOKENS)
     most = 2 * told.num_slots * len(told.ports)
     config = OrchestratorConfig(max_queued_requests=most, max_queued_tokens=1000 * most, max_running=most)
     layout = LAYOUT.fingerprint

@@ -97,6 +97,13 @@ def load_record(name: str) -> ClusterRecord | None:
         raise ConfigError(f"{path} is damaged ({error}): remove it") from error
 
 
+def live_clusters() -> list[str]:
+    """Return the names of the clusters on this machine whose launcher runs. Raises ConfigError if a record's file is
+    damaged."""
+    names = sorted(path.stem for path in record_path("any").parent.glob("*.json"))
+    return [name for name in names if (record := load_record(name)) is not None and record.launcher_lives]
+
+
 def serving_endpoint(name: str) -> str:
     """Return the address (host:port) of the orchestrator of the cluster `name` on this machine. Raises ConfigError if
     the cluster does not exist, and UnavailableError while it is starting."""

@@ -72,10 +72,6 @@ def serve(args: argparse.Namespace) -> int:
     require(examine(plan, machine))
     if 0 < len(plan.gpus) < len(machine.gpus):
         restrict_gpus([gpu.uuid for gpu in plan.gpus])
-    if config.prefill.calibration and not config.ray.address:
-        from deploy.machine.calibrations import served_calibration  # imports torch
-
-        served_calibration(plan)  # refuses a bad calibration before workers load
     if plan.gpu_note:
         console.print(f"warning: {plan.gpu_note}", markup=False, soft_wrap=True)
     if plan.why:

@@ -22,9 +22,9 @@ from baton.types import RequestId
 from deploy.commands.timeline import draw_timeline
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import LocalCluster
-from deploy.machine.calibrations import served_planner
 from deploy.machine.cluster_plan import ClusterPlan
 from deploy.machine.model_folder import resolve_drafts, resolve_folder
+from deploy.machine.planners import served_planner
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import prepare_machine
 from orchestrator.composition import build_orchestrator

@@ -1,5 +1,4 @@
-"""Output of `baton status`: the health of a running cluster, the source of its latency predictions, its groups and its
-slots."""
+"""Output of `baton status`: the health of a running cluster, its devices, its groups and its slots."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -15,9 +14,8 @@ from baton.proto_types import read
 from baton.results.timings import DraftCounts
 from baton.rpc_status import STATUS_OF, from_rpc_error
 from baton.transport.proto_types import kernels_from_proto
-from baton.v1 import orchestrator_pb2, planning_pb2
+from baton.v1 import orchestrator_pb2
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
-from baton.v1.planning_pb2_grpc import PlanningStub
 from deploy.commands.keyed_channel import keyed
 from deploy.commands.record import load_record, secret_for
 from orchestrator.api.keeping import profile_from_proto
@@ -41,13 +39,12 @@ def show_status(name: str, api_key: str | None = None) -> int:
         try:
             request = orchestrator_pb2.GetClusterStateRequest()
             state = cluster_state_from_proto(OrchestratorStub(channel).GetClusterState(request, timeout=_ANSWER_S))
-            predictions = list(_predictions(PlanningStub(channel)))
         except (VersionMismatchError, grpc.RpcError) as error:
             print(f"cluster {name}: {_refusal(record.endpoint, error)}")
             return 1
     queued = f"{state.num_queued} queued with {state.num_queued_tokens} prompt tokens"
     print(f"cluster {name} on {record.endpoint}: {state.num_running} running, {queued}")
-    for line in (*_health(state), *predictions, *processors_of(state), *drafts_of(state), *scaling_of(state)):
+    for line in (*_health(state), *processors_of(state), *drafts_of(state), *scaling_of(state)):
         print(line)
     if record.http:
         print(f"OpenAI's API on {record.http}/v1")
@@ -156,20 +153,3 @@ def drafts_of(state: ClusterState) -> Iterator[str]:
         predicted = f", predicted {seen.predicted_s * 1e3:.0f} ms" if seen.predicted_s else ""
         latest = f"latest round: {seen.num_drafts} drafts, {seen.measured_s * 1e3:.0f} ms{predicted}"
         yield f"{group.name}: drafts accepted so far: {accepted}; {latest}"
-
-
-def _predictions(planning: PlanningStub) -> Iterator[str]:
-    """Yield lines that name the costs on which predictions are based, and state whether these were measured."""
-    chains = planning.GetCalibration(planning_pb2.GetCalibrationRequest(), timeout=_ANSWER_S)
-    origin = f"measured, from {chains.path}" if chains.is_measured else "nominal rates: `baton calibrate` measures them"
-    yield f"predictions by calibration {chains.fingerprint}: {origin}"
-    try:
-        steps = planning.GetStepTimes(planning_pb2.GetStepTimesRequest(), timeout=_ANSWER_S)
-    except grpc.RpcError as error:
-        if error.code() is not grpc.StatusCode.FAILED_PRECONDITION:
-            raise
-        yield "no predictions of generation steps"
-        return
-    nominal = "nominal rates: `baton calibrate --generate` measures them"
-    origin = f"measured, from {steps.path}" if steps.is_measured else nominal
-    yield f"predictions of generation steps by table {steps.fingerprint}: {origin}"

@@ -106,8 +106,8 @@ class ClusterConfig(LogLines):
     def workers(self, name: str, place: WorkerPlace) -> tuple[WorkerConfig, ...]:
         """Return the configurations of the workers of the group `name`, in rank order.
 
-        `place` contains the values that the launcher adds to the configuration: `model_folder`, `kernels` and `secret`,
-        and for engines `step_times`. Its `model` and `cluster`, if not empty, override the configured names. Its `host`
+        `place` contains the values that the launcher adds to the configuration: `model_folder`, `kernels` and `secret`.
+        Its `model` and `cluster`, if not empty, override the configured names. Its `host`
         is used only if `worker_host` is not configured.
 
         A group whose number is higher than the configured number of groups uses the cores of one of the configured
@@ -134,7 +134,6 @@ class ClusterConfig(LogLines):
             cluster=place.cluster or self.name,
             prefix_disk=str(self.model.cache),
             num_engines=self.generate.num_groups if self.ray.address else self.most_groups["generate"],
-            step_times="" if is_chain else place.step_times,
         )
         settings = part_of(PrefillConfig, self.prefill) if is_chain else part_of(EngineConfig, self.generate)
         first = number % max(1, section.num_groups) * size

@@ -101,8 +101,6 @@ class PrefillSection(PrefillConfig, PrefixRoom, PrefixRules):
     """Cores that each rank is pinned to, one list per rank: by group, then by rank; empty: not pinned."""
     node_labels: NodeLabels = ()
     """Labels that a Ray node must have to run prefill groups, each key=value; empty: any node."""
-    calibration: AbsolutePath = ""
-    """File with calibrated costs, written by `baton calibrate`; empty: the file for this model and hardware."""
 
     @model_validator(mode="after")
     def _one_list_for_each_rank(self) -> Self:
@@ -163,7 +161,7 @@ class OrchestratorSection(OrchestratorLimits):
     require_api_key: bool = False
     """Refuse calls that do not identify their tenant; if false, such calls belong to the tenant "default"."""
     operator_keys: tuple[ApiKey, ...] = ()
-    """Keys for drain, reload and calibrate: env:NAME or sha256:HEX; empty: only the cluster's secret is required."""
+    """Keys for drain and reload: env:NAME or sha256:HEX; empty: only the cluster's secret is required."""
     model_folders: tuple[AbsolutePath, ...] = ()
     """Folders that may contain models for `baton reload --model`; empty: model.cache and the served model's parent."""
     tenants: dict[TenantName, TenantSection] = field(default_factory=dict)

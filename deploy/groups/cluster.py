@@ -23,7 +23,6 @@ from deploy.groups.group import WorkerGroup
 from deploy.groups.processes import ProcessSpawner
 from deploy.groups.surroundings import Heartbeat, Surroundings
 from deploy.groups.worker import Worker
-from deploy.machine.calibrations import served_step_times_path
 from deploy.machine.cluster_plan import ClusterPlan
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, GenerationGroup, Orders, PrefillGroup, place_of
@@ -190,7 +189,6 @@ class LocalCluster(Cluster):
             model_folder=plan.model.folder,
             kernels=kernels,
             secret=self.secret.text,
-            step_times=str(served_step_times_path(plan)),
         )
         for name in config.group_sizes:
             self.add(group_of(name, partial(config.workers, place=place), self._around))

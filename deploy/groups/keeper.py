@@ -12,12 +12,11 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 
-from baton.errors import BatonError, ConfigError, DeadlineExceededError, UnavailableError
+from baton.errors import BatonError, DeadlineExceededError, UnavailableError
 from baton.planning.planner import ChainPlanner
 from baton.process.backoff import Backoff
 from baton.process.endless import repeat, tell_end
@@ -54,16 +53,14 @@ class OrchestratorPlan:
     """Configuration of the orchestrator's process. It is the same for all replacements."""
     model: ModelInfo
     eos_token_ids: tuple[int, ...]
-    make_planner: Callable[[ChainPlanner | None], ChainPlanner]
-    """Function that returns the planner for a new orchestrator process. Its argument is the planner of the previous
-    process; None for the first process. Blocks. Raises ConfigError if the calibration file is damaged."""
+    make_planner: Callable[[], ChainPlanner]
+    """Function that creates the planner. It is called once, and the planner is sent to every orchestrator process.
+    Blocks."""
     host: str
     """Address of the interface on which the orchestrator serves clients."""
     ports: tuple[int, int | None] = (0, None)
     """Pair of the port for clients and the port for metrics. 0: any free port. The second is None if metrics are not
     served."""
-    calibration_path: Path | None = None
-    """File for the calibrations that the orchestrator receives while it runs. None: they are not stored."""
     start_timeout_s: float = 60.0
     """Timeout in seconds. After its process has started, the orchestrator must serve clients within this time."""
 
@@ -107,7 +104,7 @@ class OrchestratorKeeper:
         self._view = view
         self._around = around
         self._incarnation: _Incarnation | None = None
-        self._planner: ChainPlanner | None = None
+        self._predictions: pb.Predictions | None = None
         self._failure_detector = FailureDetector()
         self._news = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
@@ -210,25 +207,16 @@ class OrchestratorKeeper:
 
     async def _request(self) -> pb.ServeRequest:
         plan, (port, metrics_port) = self._plan, self.ports
+        if self._predictions is None:
+            self._predictions = predictions_to_proto(await asyncio.to_thread(plan.make_planner))
         return pb.ServeRequest(
             model=model_to_proto(plan.model),
             eos_token_ids=plan.eos_token_ids,
             host=plan.host,
             port=port,
             metrics_port=metrics_port,
-            predictions=predictions_to_proto(await self._plan_chains(), plan.calibration_path),
+            predictions=self._predictions,
         )
-
-    async def _plan_chains(self) -> ChainPlanner:
-        """Return a planner that uses the current calibration file, which an earlier orchestrator process may have
-        replaced. If the file has been damaged since the cluster started to serve, the cluster keeps serving."""
-        try:
-            self._planner = await asyncio.to_thread(self._plan.make_planner, self._planner)
-        except ConfigError as error:
-            if self._planner is None:
-                raise
-            logger.warning("the former calibration stays in force: %s", error)
-        return self._planner
 
     async def _end_incarnation(self) -> None:
         if self._incarnation is not None:

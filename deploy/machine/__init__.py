@@ -1,1 +1,1 @@
-"""Examines this machine: its model folders, calibrations, limits and rates."""
+"""Examines this machine: its model folders, limits and rates."""

@@ -13,9 +13,9 @@ from typing import Any
 
 from deploy.config.cluster import ClusterConfig
 from deploy.config.file import WrittenConfig
-from deploy.machine.calibrations import nominal_calibration, nominal_step_times
 from deploy.machine.cluster_plan import WORKER_BYTES, ClusterPlan
 from deploy.machine.gpu_fit import engine_sizes, gpu_costs, usable_gpus
+from deploy.machine.planners import cpu_costs
 from deploy.machine.pool_plans import Costs, PoolPlan, best_plan, core_plans, gpu_plans, reason_for
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import Machine
@@ -74,12 +74,8 @@ def _on_cores(plan: ClusterPlan, written: WrittenConfig, machine: Machine) -> Cl
     """Return the plan with the machine's cores divided among workers. Its reason compares it with the best plan of the
     other kind (prefill chain, or one engine that also prefills)."""
     config, model = plan.config, plan.model
-    dtype, quantization, residency = config.model.dtype, config.model.quantization, config.generate.residency
-    costs = Costs(
-        prefill=lambda threads: nominal_calibration(model, dtype, threads, quantization),
-        steps=lambda threads: nominal_step_times(model, dtype, threads, residency=residency, quantization=quantization),
-        num_slots=config.generate.num_slots,
-    )
+    dtype, quantization = config.model.dtype, config.model.quantization
+    costs = Costs(lambda threads: cpu_costs(model, dtype, threads, quantization), config.generate.num_slots)
     most_workers = machine.available_bytes // (model.weight_bytes(dtype) + WORKER_BYTES)
     found = core_plans(costs, len(machine.cores), most_workers)
     chosen = best_plan(found)
@@ -93,7 +89,7 @@ def _on_gpus(plan: ClusterPlan, written: WrittenConfig) -> ClusterPlan:
     config, gpus, device = plan.config, plan.gpus, _device(plan.config)
     fullest = min(gpus, key=lambda gpu: gpu.free_bytes)
     costs = gpu_costs(plan.model, config.model.dtype, fullest, config.generate.num_slots)
-    sizes = engine_sizes(config, plan.model, fullest, costs.steps(1))
+    sizes = engine_sizes(config, plan.model, fullest, costs.of(1).step)
     engine = {"device": "cuda", "max_batched_tokens": _CUDA_STEP_TOKENS, **sizes}
     on_gpus, why = written.with_choices(config, {"prefill": {"device": "cuda"}, "generate": engine}), ""
     if _is_open(written):

@@ -1,12 +1,12 @@
-"""Measures the profile of a node's device (`baton.planning.device_profile`) and keeps it in a file. Predictions are
-based on profiles until `baton calibrate` has measured a model's own costs.
+"""Measures the profile of a node's device (`baton.planning.device_profile`) and keeps it in a file. All predictions
+begin with the costs that follow from profiles.
 
 `python -m deploy.machine.device_profile` measures what is not kept yet and prints it. A profile is measured once for
 each kind of device and each dtype, and kept in a file next to the choice of kernels. The file of a CPU describes one
 core, and that of a GPU the whole GPU, under the limit that CUDA MPS sets. `deploy.machine.this_machine` runs this
 command before the launcher's machine is first used. A worker on a GPU, or on a node of a Ray that Baton did not start,
-runs it before it loads its model. All other workers use nominal rates if no profile is kept. Reading a profile does not
-import torch.
+runs it before it loads its model. All other workers use nominal rates if no profile is kept. `baton calibrate` measures
+a profile again, for longer. Reading a profile does not import torch.
 
 Every rate is measured in two halves of equal length. If the halves differ too much, both are repeated. If they differ
 again, nothing is kept, and the device is not measured for an hour. On a GPU, this applies to all rates. On a CPU, it
@@ -25,7 +25,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,7 +59,9 @@ _GPU_DECODES = (32, 4096)
 """Number of sequences of the measured decode attention, and number of keys of each."""
 _TINY_TOKENS = 16
 _SECONDS = 0.12
-"""Minimum time in seconds that a half of the measurement spends on each rate."""
+"""Minimum time in seconds that a half of the measurement spends on each rate, if a profile is missing."""
+_NUM_TIMINGS = 12
+"""Number of rates that are timed in both halves of a measurement of a CPU. A measurement of a GPU times ten."""
 _AGREEMENT = 0.2
 """Largest fraction by which the two halves of a measurement may differ."""
 _RETRY_S = 3600.0
@@ -117,7 +120,7 @@ def worker_profile(place: WorkerPlace) -> DeviceProfile:
         return local_profile(place.device, use_threads(place.num_threads), dtype_bytes)
     import torch
 
-    gpu = _gpu_here()
+    gpu = gpu_here()
     if must_measure("cuda", dtype_bytes, gpu):
         measure_in_child("cuda", place.dtype)
     free, capacity = torch.cuda.mem_get_info()
@@ -151,35 +154,69 @@ def keep_missing(device: str, dtypes: Sequence[str], gpu: str = "") -> bool:
     """Measure the profiles of these dtypes that must be measured, and keep them. Return True if all of them are kept at
     the end. If another process of this node measures at the same time, wait for it and use its result. Raises
     ConfigError if a profile cannot be written."""
-    paths = {dtype: kept_path(device, DTYPE_BYTES[dtype], gpu) for dtype in dtypes}
+    with _alone():
+        missing = [each for each in dtypes if must_measure(device, DTYPE_BYTES[each], gpu)]
+        _keep(device, missing, gpu, _SECONDS, lambda _: None)
+        return all(kept_path(device, DTYPE_BYTES[dtype], gpu).exists() for dtype in dtypes)
+
+
+def replace_profiles(
+    device: str, dtypes: Sequence[str], gpu: str, *, seconds: float, done: Callable[[int], None]
+) -> list[str]:
+    """Measure the profiles of these dtypes for about `seconds` seconds each, and replace the kept ones. Return the
+    dtypes whose halves agreed; for others, nothing changes. `done` is called with 1 after each half of a measurement.
+    Waits for another process of this node that measures. Raises ConfigError if a profile cannot be written."""
+    with _alone():
+        return _keep(device, dtypes, gpu, seconds / _NUM_TIMINGS, done)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Hold a lock, so that only one process of this node measures."""
     lock_path = native.choice_path().with_name("profiles.lock")
     lock_path.parent.mkdir(parents=True, exist_ok=True)
     with lock_path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if this process dies
-        for dtype in (each for each in dtypes if must_measure(device, DTYPE_BYTES[each], gpu)):
-            try:
-                num_threads = max(int(min(len(os.sched_getaffinity(0)), cpu_quota())), 1)
-                if (profile := measure(device, dtype, num_threads)) is not None:
-                    save(profile, paths[dtype])
-            finally:
-                paths[dtype].with_suffix(".tried").touch()
-        return all(path.exists() for path in paths.values())
+        yield
 
 
-def measure(device: str, dtype: str, num_threads: int) -> DeviceProfile | None:
-    """Measure the rates of the GPU if `device` is "cuda", else of one CPU core while `num_threads` cores compute.
-    Return their profile for this dtype, or None if two halves of the measurement differed twice. Sets the number of
-    torch's threads. Blocks for some seconds."""
-    half = _gpu_half(dtype) if device == "cuda" else _core_half(dtype, num_threads)
+def _keep(device: str, dtypes: Sequence[str], gpu: str, seconds: float, done: Callable[[int], None]) -> list[str]:
+    kept = []
+    for dtype in dtypes:
+        path = kept_path(device, DTYPE_BYTES[dtype], gpu)
+        try:
+            num_threads = max(int(min(len(os.sched_getaffinity(0)), cpu_quota())), 1)
+            if (profile := measure(device, dtype, num_threads, seconds, done)) is not None:
+                save(profile, path)
+                kept.append(dtype)
+        finally:
+            path.with_suffix(".tried").touch()
+    return kept
+
+
+def measure(
+    device: str,
+    dtype: str,
+    num_threads: int,
+    seconds: float = _SECONDS,
+    done: Callable[[int], None] = lambda _: None,
+) -> DeviceProfile | None:
+    """Measure the rates of the GPU if `device` is "cuda", else of one CPU core while `num_threads` cores compute. Each
+    half spends at least `seconds` seconds on each rate, and ends with a call of `done`. Return their profile for this
+    dtype, or None if two halves of the measurement differed twice. Sets the number of torch's threads. Blocks."""
+    half = _gpu_half(dtype, seconds) if device == "cuda" else _core_half(dtype, num_threads, seconds)
     for _ in range(2):
-        (first, _unused), (second, profile) = half(), half()
+        first, _unused = half()
+        done(1)
+        second, profile = half()
+        done(1)
         if all(abs(a - b) <= _AGREEMENT * max(a, b) for a, b in zip(first, second, strict=True)):
             return profile
     logger.warning("two measurements in %s differ by over %.0f %%: free the machine", dtype, 100 * _AGREEMENT)
     return None
 
 
-def _core_half(dtype: str, num_threads: int) -> Callable[[], Half]:
+def _core_half(dtype: str, num_threads: int, seconds: float) -> Callable[[], Half]:
     """Return a function that measures rates of products, of attention and of reading memory: first those of one core,
     then those of all cores together."""
     import torch
@@ -193,9 +230,9 @@ def _core_half(dtype: str, num_threads: int) -> Callable[[], Half]:
 
     def half() -> Half:
         torch.set_num_threads(1)
-        alone = [rate_of(work, _SECONDS, time.thread_time) for work in works]
+        alone = [rate_of(work, seconds, time.thread_time) for work in works]
         torch.set_num_threads(num_threads)
-        together = [rate_of(work, _SECONDS, WALL) for work in works]
+        together = [rate_of(work, seconds, WALL) for work in works]
         each = zip(alone, together, strict=True)
         linear, pair, _ = (min(max(whole / num_threads, core / 2), core) for core, whole in each)
         assumed, memory = cpu_rank(1, DTYPE_BYTES[dtype]), min(alone[2], together[2])
@@ -205,7 +242,7 @@ def _core_half(dtype: str, num_threads: int) -> Callable[[], Half]:
     return half
 
 
-def _gpu_half(dtype: str) -> Callable[[], Half]:
+def _gpu_half(dtype: str, seconds: float) -> Callable[[], Half]:
     """Return a function that measures a GPU's rates of products, of attention, of reading memory, of launching layers
     and of copies from the host. KV between workers passes through host memory, so these copies limit the link."""
     import torch
@@ -229,7 +266,7 @@ def _gpu_half(dtype: str) -> Callable[[], Half]:
         return time.perf_counter()
 
     def half() -> Half:
-        found = [rates.rate_of(work, _SECONDS, clock) for work in works]
+        found = [rates.rate_of(work, seconds, clock) for work in works]
         linear, pair, memory, layers, copies = found
         link = LinkModel(nominal.link.latency_s, min(nominal.link.bandwidth, copies))
         hardware = Hardware(linear, pair, link, memory_bandwidth=memory, fixed_s=nominal.fixed_s, issue_s=1 / layers)
@@ -251,14 +288,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPE_BYTES, help="dtype to measure with (default: all)")
     args = parser.parse_args(argv)
     dtypes = [args.dtype] if args.dtype else [*DTYPE_BYTES]
-    gpu = _gpu_here() if args.device == "cuda" else ""
+    gpu = gpu_here() if args.device == "cuda" else ""
     is_kept = keep_missing(args.device, dtypes, gpu)
     for dtype in dtypes:
         print(f"{dtype}: {kept_profile(args.device, DTYPE_BYTES[dtype], gpu) or 'not kept'}")
     return 0 if is_kept else 1
 
 
-def _gpu_here() -> str:
+def gpu_here() -> str:
     """Return the name of the first GPU that this process sees. Raises ConfigError if there is none."""
     import torch
 

@@ -6,11 +6,11 @@ The functions have no side effects. The GPUs are those of a `Machine`, which the
 from collections import Counter
 from operator import attrgetter
 
-from baton.planning.calibration import nominal
-from baton.planning.gpus import gpu_rank
-from baton.planning.step_times import StepTimes, nominal_steps
+from baton.planning.work_cost import WorkCost
 from deploy.config.cluster import ClusterConfig
 from deploy.machine.cluster_plan import CUDA_WORKER_BYTES, WORKER_BYTES
+from deploy.machine.device_profile import local_profile
+from deploy.machine.planners import costs_on
 from deploy.machine.pool_plans import PROMPT_TOKENS, Costs
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import GpuState, Machine
@@ -80,16 +80,16 @@ def _reason(gpu: GpuState, needed: int, kind: str) -> str:
 
 
 def gpu_costs(model: ResolvedModel, dtype: str, gpu: GpuState, num_slots: int) -> Costs:
-    """Return the nominal costs of `model` on GPUs of the kind of `gpu`, for engines with `num_slots` slots."""
-    name, shape = model.folder.name, model.shape(dtype)
-    rates = gpu_rank(gpu.name, shape.dtype_bytes)
-    calibration, steps = nominal(name, gpu.name, shape, rates), nominal_steps(name, gpu.name, shape, rates)
-    return Costs(lambda _: calibration, lambda _: steps, num_slots, unit="GPU", push=rates.link)
+    """Return the costs of `model` on GPUs of the kind of `gpu`, for engines with `num_slots` slots. Rates are those of
+    a profile that was measured on this machine, or else nominal ones."""
+    rates = local_profile("cuda", 1, model.shape(dtype).dtype_bytes, gpu=gpu.name).hardware
+    costs = costs_on(model, dtype, rates)
+    return Costs(lambda _: costs, num_slots, unit="GPU", push=rates.link)
 
 
-def engine_sizes(config: ClusterConfig, model: ResolvedModel, gpu: GpuState, steps: StepTimes) -> dict[str, int]:
+def engine_sizes(config: ClusterConfig, model: ResolvedModel, gpu: GpuState, step: WorkCost) -> dict[str, int]:
     """Return settings of an engine on a GPU: the number of slots and the tokens of a slot. Empty if the memory of the
-    GPU is unknown or too small for a sequence, or if KV is not in its memory. `steps`: predicted durations of steps.
+    GPU is unknown or too small for a sequence, or if KV is not in its memory. `step`: cost of a step.
 
     The number of slots is the largest one for which each slot has KV memory for `SEQUENCE_TOKENS` tokens, and a step of
     all slots is predicted to take less than `_STEP_S` seconds. A slot has as many tokens as the model has positions, at
@@ -104,7 +104,7 @@ def engine_sizes(config: ClusterConfig, model: ResolvedModel, gpu: GpuState, ste
     most = kv_bytes // (SEQUENCE_TOKENS * token_bytes + logit_bytes)
     if most < 1:
         return {}
-    fast = (each for each in _NUM_SLOTS if each <= most and steps.step_s(each, PROMPT_TOKENS) < _STEP_S)
+    fast = (each for each in _NUM_SLOTS if each <= most and step.plain_s(each, PROMPT_TOKENS) < _STEP_S)
     num_slots = next(fast, min(_NUM_SLOTS))
     if kv_bytes < SEQUENCE_TOKENS * token_bytes + num_slots * logit_bytes:
         num_slots = most  # fewer sequences, so that one has enough tokens

@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from baton.planning.calibration import Calibration
 from baton.planning.chain.search import analytic_seed
 from baton.planning.chain.wavefront import chain_ttft, rank_seconds, work_of
 from baton.planning.cost_model import BATON, LinkModel
-from baton.planning.step_times import StepTimes
+from baton.planning.hardware import ModelCosts
 
 PROMPT_TOKENS = 1024
 """Number of prompt tokens of the nominal request, with which plans are compared."""
@@ -59,11 +58,10 @@ class PoolPlan:
 
 @dataclass(frozen=True)
 class Costs:
-    """Prefill costs and step times of one model on one machine. Each is a function of the number of units of a
-    worker."""
+    """Costs of one model on one machine."""
 
-    prefill: Callable[[int], Calibration]
-    steps: Callable[[int], StepTimes]
+    of: Callable[[int], ModelCosts]
+    """Function that returns the costs on a worker with the given number of units."""
     num_slots: int
     """Number of sequences in a generation engine's batch."""
     unit: str = "thread"
@@ -74,14 +72,14 @@ class Costs:
     def together(self, num_engines: int, engine_units: int) -> PoolPlan:
         """Return the plan with engines that have all units and also prefill. The plan's request rate and time to first
         token are predicted."""
-        prefill_s = float(chain_ttft([PROMPT_TOKENS], self.prefill(engine_units).cost, BATON))
+        prefill_s = float(chain_ttft([PROMPT_TOKENS], self.of(engine_units).prefill, BATON))
         request_s = prefill_s + self._generation_s(engine_units)
         return PoolPlan(0, 0, num_engines, engine_units, num_engines / request_s, prefill_s, self.unit)
 
     def apart(self, num_chains: int, num_ranks: int, num_engines: int, engine_units: int) -> PoolPlan:
         """Return the plan with chains of `num_ranks` prefill ranks, which have one unit each, and generation engines.
         The plan's request rate and time to first token are predicted."""
-        cost = replace(self.prefill(1).cost, push=self.push)
+        cost = replace(self.of(1).prefill, push=self.push)
         chunks = np.array([analytic_seed(PROMPT_TOKENS, num_ranks, cost, BATON.kernel)], dtype=np.float64)
         is_last = np.arange(num_ranks) == num_ranks - 1
         busy_s = float(rank_seconds(work_of(chunks, cost, BATON, 0), is_last, cost, BATON).max()) + cost.head_s
@@ -93,7 +91,7 @@ class Costs:
 
     def _generation_s(self, engine_units: int) -> float:
         """Return the seconds of an engine's time that one nominal answer costs, if it is generated in a full batch."""
-        step_s = self.steps(engine_units).step_s(self.num_slots, PROMPT_TOKENS + OUTPUT_TOKENS / 2)
+        step_s = self.of(engine_units).step.plain_s(self.num_slots, PROMPT_TOKENS + OUTPUT_TOKENS / 2)
         return OUTPUT_TOKENS * step_s / self.num_slots
 
 

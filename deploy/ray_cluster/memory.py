@@ -44,10 +44,6 @@ class Memory:
     has served."""
     layout_fingerprint: str = ""
     """Fingerprint of the KV layout that the groups of workers had when this state was saved."""
-    step_times: Mapping[str, str] = field(default_factory=dict)
-    """Paths of the files with the engines' step times, by the folder of the engine's model. A path is part of a
-    worker's configuration. A restarted supervisor reuses a running worker only if the worker's configuration has not
-    changed. The paths are stored because a supervisor on another node would choose other paths."""
     worker_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes of memory that a worker of each role reserves on its node. Empty if Baton itself started the Ray."""
 
@@ -58,7 +54,6 @@ class Memory:
         rest = {
             "address": None if self.address is None else asdict(self.address),
             "layout_fingerprint": self.layout_fingerprint,
-            "step_times": dict(self.step_times),
             "worker_bytes": dict(self.worker_bytes),
         }
         fields = {**orders, **{name: dict(getattr(self.orders, name)) for name in _MAPS}, **rest}
@@ -80,7 +75,7 @@ def memory_of(text: str | bytes) -> Memory:
     address = fields["address"]
     if address is not None:
         address = Address(address["endpoint"], address["node_id"], tuple(address["ports"]))
-    return Memory(orders, address, fields["layout_fingerprint"], fields["step_times"], fields["worker_bytes"])
+    return Memory(orders, address, fields["layout_fingerprint"], fields["worker_bytes"])
 
 
 def forget_memory(namespace: str) -> None:

@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import ray
 
@@ -20,7 +19,6 @@ from deploy.groups.hosting import WorkerHost
 from deploy.machine.device_profile import DTYPE_BYTES, measure_in_child, must_measure
 from deploy.machine.model_folder import folder_on_node, section_on_node
 from deploy.options.logs import set_up_logs
-from deploy.ray_cluster.kept_files import file_here
 
 
 @dataclass(frozen=True)
@@ -93,13 +91,12 @@ def node_address() -> str:
 
 
 def _on_this_node(config: WorkerConfig) -> WorkerConfig:
-    """Return the configuration, completed with the values of this node: its address, and the paths of the model and of
-    other files on it. Blocks. Converts or downloads the model if necessary. On a Ray that Baton did not start, no
+    """Return the configuration, completed with the values of this node: its address, and the path of the model on
+    it. Blocks. Converts or downloads the model if necessary. On a Ray that Baton did not start, no
     launcher has prepared the node, so the rates of its cores are measured if they are not kept. Raises ModelError or
     ConfigError."""
-    place, namespace = config.place, ray.get_runtime_context().namespace
-    step_times = str(file_here(namespace, Path(place.step_times))) if place.step_times else ""
-    here = replace(place, host=place.host or node_address(), model_folder=folder_on_node(place), step_times=step_times)
+    place = config.place
+    here = replace(place, host=place.host or node_address(), model_folder=folder_on_node(place))
     if not place.host and place.device != "cuda" and must_measure("cpu", DTYPE_BYTES[place.dtype]):
         measure_in_child("cpu", place.dtype)
     return replace(config, place=here, section=section_on_node(config.section, place))

@@ -35,17 +35,12 @@ from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.roster import Roster
 from deploy.groups.spawner import WorkerHandle
 from deploy.groups.surroundings import Heartbeat, Surroundings
-from deploy.machine.calibrations import (
-    served_calibration_path,
-    served_planner,
-    served_step_times_path,
-)
 from deploy.machine.cluster_plan import ClusterPlan
 from deploy.machine.model_folder import folder_on_node, require_alike
+from deploy.machine.planners import served_planner
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.options.logs import set_up_logs
 from deploy.ray_cluster.interfaces import client_host, serving_host
-from deploy.ray_cluster.kept_files import file_here, keep_file
 from deploy.ray_cluster.memory import Address, Memory, load_memory
 from deploy.ray_cluster.places import RayRoom, needs_of
 from deploy.ray_cluster.ray_worker import node_address
@@ -223,7 +218,6 @@ class SupervisorActor:
     async def _find_files(self) -> None:
         """Find the model's folder and the files of measurements on this node. Raises ModelError."""
         self._here = await asyncio.to_thread(self._model_here, "")
-        await asyncio.to_thread(self._share_measurements)
 
     async def _start_all(self) -> WorkerHandle:
         """Start all groups of the cluster for the first time; if one fails, end all of them. At the same time start the
@@ -257,36 +251,8 @@ class SupervisorActor:
             cluster=self._store,
             kernels=self._kernels,
             secret=self._secret.text,
-            step_times=self._step_times(folder, model),
         )
         return group_of(name, partial(self._config.workers, place=place), self._around, orders)
-
-    def _step_times(self, folder: Path, model: str) -> str:
-        """Return the path of the step times for engines whose model is in that folder on the launcher's machine. The
-        path is the same after a restart of the supervisor."""
-        kept = self._memory.step_times
-        if str(folder) not in kept:
-            found = str(served_step_times_path(ClusterPlan(self._config, self._model_here(model))))
-            self._memory = replace(self._memory, step_times={**kept, str(folder): found})
-            if self._keeper is not None:  # else it is saved when all groups have started
-                self._memory.save(self._config.name)
-        path = self._memory.step_times[str(folder)]
-        if path:  # its content may have been measured again
-            keep_file(self._config.name, Path(path))
-        return path
-
-    def _share_measurements(self) -> None:
-        """Store this node's calibration and step times for other nodes. If they do not exist on this node, get the
-        stored ones. Blocks."""
-        name, config = self._config.name, self._config
-        plan = ClusterPlan(config, self._here)
-        steps, calibration = served_step_times_path(plan), served_calibration_path(plan)
-        for path in (steps, calibration):
-            keep_file(name, path)
-        file_here(name, steps)
-        found = file_here(name, calibration)
-        given = str(found) if config.prefill.calibration else ""
-        self._config = replace(config, prefill=replace(config.prefill, calibration=given))
 
     def _model_here(self, model: str) -> ResolvedModel:
         """Return the model with its folder on this node. `model` is the argument of `baton reload`; empty: the
@@ -329,7 +295,6 @@ class SupervisorActor:
             partial(served_planner, plan),
             serving_host(self._config.orchestrator.host),
             before.ports if before is not None and before.node_id == self._state.node_id else configured,
-            served_calibration_path(plan),
             self._config.supervision.start_timeout_s,
         )
 

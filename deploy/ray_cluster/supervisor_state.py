@@ -7,7 +7,6 @@ import ray
 from ray.exceptions import RayError
 
 from baton.results.completion import ModelInfo
-from deploy.ray_cluster.kept_files import forget_files
 from deploy.ray_cluster.memory import forget_memory
 
 NAME = "supervisor"
@@ -52,5 +51,4 @@ def end_supervisor(namespace: str) -> bool:
         ray.get(actor.stop.remote(), timeout=STOP_S)
     ray.kill(actor)
     forget_memory(namespace)
-    forget_files(namespace)
     return True

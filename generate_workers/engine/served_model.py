@@ -12,7 +12,6 @@ from baton.planning.device_profile import DeviceProfile
 from baton.planning.gpus import gpu_rank
 from baton.planning.hardware import cpu_rank, derive_step
 from baton.planning.step_cost import StepCost
-from baton.planning.work_cost import WorkCost
 from baton.text.tokenizer import Tokenizer
 from generate_workers.engine.model_shape import model_shape
 
@@ -26,21 +25,18 @@ class ServedModel:
     draft_model: Decoder | None = None
     """Loaded draft model of `EngineConfig.draft_model`, which has the same vocabulary as `decoder`. None if no draft
     model is configured."""
-    cost: WorkCost | None = None
-    """Measured costs of steps of `decoder` on this machine. None: estimated costs are used."""
     profile: DeviceProfile | None = None
     """Profile of the device that the engine computes on. None: nominal rates are used."""
 
     @cached_property
     def step_cost(self) -> StepCost:
         """Costs of steps of `decoder`, which the engine learns from its steps."""
-        return step_cost(self.decoder, self.profile, self.cost)
+        return step_cost(self.decoder, self.profile)
 
 
-def step_cost(decoder: Decoder, profile: DeviceProfile | None, cost: WorkCost | None = None) -> StepCost:
-    """Return a StepCost for a model that has not run yet. It starts with `cost`. If `cost` is None, it starts with the
-    costs that follow from the model's bytes and FLOPs at the rates of `profile`, or at nominal rates if that is None,
-    too."""
+def step_cost(decoder: Decoder, profile: DeviceProfile | None) -> StepCost:
+    """Return a StepCost for a model that has not run yet. It starts with the costs that follow from the model's bytes
+    and FLOPs at the rates of `profile`, or at nominal rates if that is None."""
     shape = model_shape(decoder.config, decoder.dtype.itemsize)
     where = decoder.device.torch_device
     if profile is not None:
@@ -49,7 +45,5 @@ def step_cost(decoder: Decoder, profile: DeviceProfile | None, cost: WorkCost | 
         rates = gpu_rank(torch.cuda.get_device_name(where), shape.dtype_bytes)
     else:
         rates = cpu_rank(torch.get_num_threads(), shape.dtype_bytes)
-    nominal = derive_step(shape, rates, weight_bytes=bytes_per_step(decoder.weights))
-    cost = cost or nominal
-    prefill_s = cost.token_s or nominal.token_s  # calibrations with a single batch size have 0
-    return StepCost(cost, prefill_s, shape.num_layers * rates.issue_s, partial(num_compiled, where))
+    cost = derive_step(shape, rates, weight_bytes=bytes_per_step(decoder.weights))
+    return StepCost(cost, cost.token_s, shape.num_layers * rates.issue_s, partial(num_compiled, where))

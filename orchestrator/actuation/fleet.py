@@ -22,7 +22,6 @@ class LiveFleet:
     """The groups and requests of a running cluster, as the autoscaler sees them."""
 
     def __init__(self, context: PlacementContext) -> None:
-        """Create the object. If the planner of `context` has no step times, `LiveFleet.service` returns None."""
         self.window = TrafficWindow()
         """Recent arrivals and ends of requests, from which the traffic is forecast."""
         self._context = context
@@ -52,9 +51,9 @@ class LiveFleet:
 
     def service(self) -> ServiceModel | None:
         """Return the model that predicts how long groups take to serve requests. None before the first generation group
-        has started, or if the planner has no step times."""
+        has started."""
         present = self._members.present
-        if present.generation and self._planner.steps is not None:
+        if present.generation:
             planner = self._context.planner_of(present.groups[0])
             num_slots, costs = present.generation[0].num_slots, self._members.step_costs
             self._service = ServiceModel(planner, planner.max_ranks, num_slots, costs)

@@ -12,7 +12,7 @@ The prediction is the sum of two waits:
                  time is multiplied by the recent ratio of measured to predicted time (`Correction`), plus a margin. The
                  margin is so large that only one request in forty takes longer.
 
-The prediction does not consider how many tokens the earlier requests will generate, so baton.planning.step_times is not
+The prediction does not consider how many tokens the earlier requests will generate, so the costs of steps are not
 used. It considers neither later requests that are more urgent or due earlier, nor failures of workers. The wait for
 slots is a mean, so a caller that refuses requests because of this wait must allow for variance. Used by
 `orchestrator.admission.gate` and `orchestrator.scheduler`. Does no I/O.

@@ -1,6 +1,6 @@
 """Serves the orchestrator over gRPC: checks the clients' requests, and sends the scheduler's events to the clients.
 
-`orchestrator.api.access` checks each call first. `orchestrator.api.admin` and `orchestrator.api.planning` are served on
+`orchestrator.api.access` checks each call first. `orchestrator.api.admin` is served on
 the same port. Runs on the process's event loop. Long prompts are tokenized in threads. The interceptor that
 `baton.transport.channel.make_server` installs converts errors to gRPC statuses, with RetryInfo.
 """
@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import grpc
@@ -27,15 +26,13 @@ from baton.proto_types import event_to_proto, requests_to_proto, timings_to_prot
 from baton.text.form_prover import FormProver
 from baton.transport.channel import bind, make_server
 from baton.types import TokenEvent
-from baton.v1 import admin_pb2_grpc, orchestrator_pb2_grpc, planning_pb2_grpc
+from baton.v1 import admin_pb2_grpc, orchestrator_pb2_grpc
 from baton.v1 import orchestrator_pb2 as pb
 from orchestrator.api import admin as admin_service
-from orchestrator.api import planning as planning_service
 from orchestrator.api.access import check_access
 from orchestrator.api.admin import AdminServicer
 from orchestrator.api.checks import RequestValidator
 from orchestrator.api.delivery import deliver
-from orchestrator.api.planning import PlanningServicer
 from orchestrator.api.request_reader import RequestReader, deadline_s
 from orchestrator.composition import Orchestrator
 from orchestrator.observability.metrics_server import MetricsServer
@@ -173,15 +170,12 @@ class OrchestratorServer:
         validator: RequestValidator,
         address: tuple[str, int],
         *,
-        calibration_path: Path | None = None,
         metrics_port: int | None = None,
     ) -> Self:
         """Start the orchestrator and serve it at `address`, which is (host, port). If `metrics_port` is given, serve
         metrics on this port of the same host. A port of 0 selects any free port.
 
-        `validator` checks requests against the served model. `calibration_path`: file to which calibrations are saved
-        if the orchestrator receives new ones later; None: they are not saved. Raises ConfigError if a server cannot
-        listen on its port.
+        `validator` checks requests against the served model. Raises ConfigError if a server cannot listen on its port.
         """
         (host, port), config, overview = address, orchestrator.config, orchestrator.overview
         server = make_server(check=partial(check_access, config.tenants, orchestrator.secret))
@@ -194,14 +188,12 @@ class OrchestratorServer:
         endpoint = "" if metrics is None else metrics.endpoint
         servicer = OrchestratorServicer(orchestrator, validator, prover, endpoint)
         orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(servicer, server)
-        planning = PlanningServicer(orchestrator.planner, calibration_path)
-        planning_pb2_grpc.add_PlanningServicer_to_server(planning, server)
         admin = AdminServicer(orchestrator.operations, orchestrator.journal.traces, config.model_folders)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
         shown = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(shown, server)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        reflected = (SERVICE, planning_service.SERVICE, admin_service.SERVICE, health_name, reflection.SERVICE_NAME)
+        reflected = (SERVICE, admin_service.SERVICE, health_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(reflected, server)
         orchestrator.start()
         await server.start()

@@ -112,7 +112,7 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
                 collect_rarely()
 
     async def _serve(self, request: pb.ServeRequest) -> OrchestratorServer:
-        path, tokenizer = request.predictions.calibration_path, self._tokenizer
+        tokenizer = self._tokenizer
         assert tokenizer is not None, "the host has not started"
         model = replace(model_from_proto(request.model), has_chat_template=tokenizer.has_chat_template)
         planner = planner_from_proto(request.predictions)
@@ -125,7 +125,6 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
                 orchestrator,
                 RequestValidator(tokenizer, model, tuple(request.eos_token_ids)),
                 (request.host, request.port),
-                calibration_path=Path(path) if path else None,
                 metrics_port=request.metrics_port if request.HasField("metrics_port") else None,
             )
         except BatonError:

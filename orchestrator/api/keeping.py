@@ -4,18 +4,18 @@ Used by `orchestrator.api.host` and, in the supervisor, by `deploy.groups.keeper
 """
 
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from baton.planning import calibration, step_times
 from baton.planning.chain.partition_table import Knot, PartitionTable
-from baton.planning.cost_model import LinkModel
+from baton.planning.cost_model import CostModel, LinkModel
 from baton.planning.device_profile import DeviceProfile
-from baton.planning.hardware import Hardware
+from baton.planning.hardware import Hardware, ModelCosts
 from baton.planning.local_prefill import LocalPrefill
+from baton.planning.model_shape import ModelShape
 from baton.planning.planner import ChainPlanner
+from baton.planning.work_cost import WorkCost
 from baton.proto_types import read
 from baton.results.completion import ModelInfo
 from baton.v1 import common_pb2, orchestrator_pb2
@@ -84,14 +84,13 @@ def model_to_proto(model: ModelInfo) -> orchestrator_pb2.Model:
     return orchestrator_pb2.Model(**asdict(model))
 
 
-def predictions_to_proto(planner: ChainPlanner, path: Path | None) -> pb.Predictions:
-    """Return the planner's data as a message: calibration, step times, table of chain partitions, limits, and data
-    about local prefill. `path` is the file in which the orchestrator saves calibrations that it receives later; None:
-    they are not saved."""
+def predictions_to_proto(planner: ChainPlanner) -> pb.Predictions:
+    """Return the data of a planner that has observed nothing as a message: nominal costs, table of chain partitions,
+    limits, and data about local prefill."""
+    nominal = asdict(planner.nominal)
+    del nominal["prefill"]["push"]  # no planner predicts the time of pushing by it
     return pb.Predictions(
-        calibration=calibration.dumps(planner.calibration),
-        calibration_path="" if path is None else str(path),
-        step_times="" if planner.steps is None else step_times.dumps(planner.steps),
+        nominal=pb.ModelCosts(**nominal),
         knots=[pb.Knot(**asdict(knot)) for knots in planner.table.knots.values() for knot in knots],
         max_ranks=planner.max_ranks,
         max_tokens=planner.max_tokens,
@@ -102,16 +101,22 @@ def predictions_to_proto(planner: ChainPlanner, path: Path | None) -> pb.Predict
 
 def planner_from_proto(message: pb.Predictions) -> ChainPlanner:
     """Return a planner that predicts exactly like the planner from which the message was made. Raises ConfigError if a
-    text in the message cannot be parsed."""
-    given = calibration.loads(message.calibration, "calibration")
+    cost in the message is out of range."""
+    given = message.nominal
+    costs = read(
+        ModelCosts,
+        given,
+        shape=read(ModelShape, given.shape),
+        prefill=read(CostModel, given.prefill, link=read(LinkModel, given.prefill.link), push=None),
+        step=read(WorkCost, given.step),
+    )
     knots: dict[int, tuple[Knot, ...]] = {}
     for knot in message.knots:
         knots[len(knot.fractions)] = (*knots.get(len(knot.fractions), ()), _of(Knot, knot))
     return ChainPlanner(
-        given,
+        costs,
         max_ranks=message.max_ranks,
         max_tokens=message.max_tokens,
-        steps=step_times.loads(message.step_times, "step_times") if message.step_times else None,
         local=_of(LocalPrefill, message.local) if message.HasField("local") else None,
         table=PartitionTable(knots),
         devices=frozenset(message.devices),

@@ -33,7 +33,7 @@ class ServiceModel:
     """Predicts the durations of prefills and decode steps on one group. Uses the planner that also plans requests."""
 
     planner: ChainPlanner
-    """Planner that predicts durations. It must have step times and plan chains of at least `num_ranks` ranks."""
+    """Planner that predicts durations. It must plan chains of at least `num_ranks` ranks."""
     num_ranks: int
     num_slots: int
     step_costs: Mapping[str, LearntCosts] = field(default_factory=dict, compare=False)

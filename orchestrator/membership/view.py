@@ -5,7 +5,6 @@ Made by `deploy.groups.cluster`; stored by `orchestrator.membership.members`. Do
 
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TypeVar
 
 from baton.planning.device_profile import DeviceProfile
@@ -133,19 +132,6 @@ class ClusterView:
         groups with an unknown layout are included. Layouts may differ while the model of a cluster is being changed."""
         layouts = ("", generation.layout_fingerprint)
         return replace(self, prefill=tuple(group for group in self.prefill if group.layout_fingerprint in layouts))
-
-    def has_one_device(self, group: Group) -> bool:
-        """Return True if all groups of this group's role compute on equal devices."""
-        return len(self._devices[isinstance(group, PrefillGroup)]) == 1
-
-    @cached_property
-    def _devices(self) -> tuple[set[str], set[str]]:
-        """Names of the devices of generation groups and of prefill groups."""
-        of_generation, of_prefill = (
-            {"" if group.profile is None else group.profile.name for group in groups}
-            for groups in (self.generation, self.prefill)
-        )
-        return of_generation, of_prefill
 
     @property
     def endpoints(self) -> frozenset[str]:

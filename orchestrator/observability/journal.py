@@ -8,7 +8,7 @@ import logging
 
 from baton.calls.cluster_state import StepSample
 from baton.errors import BatonError
-from baton.planning.planner import ChainPlanner
+from baton.planning.step_cost import LearntCosts
 from baton.process.clock import Clock
 from orchestrator.observability.metrics import Metrics
 from orchestrator.observability.request_book import RequestBook
@@ -22,24 +22,22 @@ logger = logging.getLogger(__name__)
 class Journal:
     """Writes the events of one orchestrator's requests to the log, the metrics, the traces and the list of requests."""
 
-    def __init__(self, clock: Clock, traces: Traces, planner: ChainPlanner) -> None:
-        """Create a journal. `traces` receives every request that has ended. `planner` predicts the durations of
-        steps."""
+    def __init__(self, clock: Clock, traces: Traces) -> None:
+        """Create a journal. `traces` receives every request that has ended."""
         self.metrics = Metrics()
         self.traces = traces
         self.book = RequestBook(clock)
         """List of the requests that wait or run, and of the requests that ended most recently."""
         self._clock = clock
-        self._planner = planner
 
-    def stepped(self, step: StepSample) -> None:
+    def stepped(self, step: StepSample, costs: LearntCosts | None) -> None:
         """Record how well a generation group's step was predicted: the ratio of its predicted duration to its measured
-        duration."""
+        duration. `costs`: costs that the group had learnt before; None: not known."""
         if step.num_drafts:
             if step.predicted_s:
                 self.metrics.predicted("draft_round", step.predicted_s, step.duration_s)
-        elif self._planner.steps is not None and step.num_rows and not step.num_prefill_tokens:
-            predicted_s = self._planner.step_s(step.num_rows, step.context_tokens)
+        elif costs is not None and step.num_rows and not step.num_prefill_tokens:
+            predicted_s = costs.plain.plain_s(step.num_rows, step.context_tokens)
             self.metrics.predicted("generation_step", predicted_s, step.duration_s)
 
     def failed(self, record: RequestRecord, error: BatonError) -> None:

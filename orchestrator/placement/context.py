@@ -37,15 +37,12 @@ class PlacementContext:
 
     def planner_of(self, group: Group) -> ChainPlanner:
         """Return the planner for the device on which the group's workers compute."""
-        if group.profile is None:
-            return self.planner
-        return self.planner.for_device(group.profile, is_only=self.members.present.has_one_device(group))
+        return self.planner if group.profile is None else self.planner.for_device(group.profile)
 
     def step_s(self, group: GenerationGroup, num_rows: int, num_tokens: int) -> float:
-        """Return the predicted seconds of a decode step of the group with `num_rows` sequences; 0 if there are none or
-        if the time cannot be predicted. It follows from the costs that the engine has learnt, or else from the planner
-        of its device. `num_tokens` is the number of tokens of a sequence, used if the group has none
-        yet."""
+        """Return the predicted seconds of a decode step of the group with `num_rows` sequences; 0 if there are none. It
+        follows from the costs that the engine has learnt, or else from the planner of its device. `num_tokens` is the
+        number of tokens of a sequence, used if the group has none yet."""
         mean = self.generation_load.context_tokens(group.incarnation)
         context = num_tokens if mean is None else mean
         learnt = self.members.step_costs.get(group.name)
@@ -53,8 +50,7 @@ class PlacementContext:
             return 0.0
         if learnt is not None and learnt.num_steps >= _LEAST_STEPS:
             return learnt.plain.plain_s(num_rows, context)
-        planner = self.planner_of(group)
-        return 0.0 if planner.steps is None else planner.step_s(num_rows, context)
+        return self.planner_of(group).step_s(num_rows, context)
 
 
 class AttemptPrompt:

@@ -237,8 +237,7 @@ class ClusterSnapshot:
 
     def _step_s(self, generation: GenerationGroup) -> float:
         """Return the predicted seconds of a decode step of the group's sequences, including those that have not
-        started; 0 if there are none or if the time cannot be predicted. The sequences of this request are not
-        counted."""
+        started; 0 if there are none. The sequences of this request are not counted."""
         if generation.name not in self._steps_s:
             num_own = self.record.request.num_slots if generation.name == self._held else 0
             num_rows = self._context.members.load(generation.name).num_slots - num_own

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from baton.calls.cluster_state import GenerationStatus, GroupState, PrefillStatus, StepSample
 from baton.errors import BatonError
+from baton.planning.step_cost import LearntCosts
 from baton.process.backoff import Backoff
 from baton.process.clock import Clock
 from baton.process.endless import repeat
@@ -80,12 +81,12 @@ class WorkerPoller:
         members: Membership,
         clients: Clients,
         clock: Clock,
-        on_step: Callable[[StepSample], None] = lambda step: None,
+        on_step: Callable[[StepSample, LearntCosts | None], None] = lambda step, costs: None,
         *,
         lease_ttl_s: float = OrchestratorConfig.lease_ttl_s,
     ) -> None:
         """Create a poller. When a poll shows that a generation group has made new steps, `on_step` is called with the
-        last of these steps."""
+        last of these steps, and the costs that the group reported at the poll before."""
         self._members = members
         self._clients = clients
         self._clock = clock
@@ -186,7 +187,7 @@ class WorkerPoller:
         status.ClearField("kept")  # has request ids, and all tenants may see the status
         before = self._generation.get(group.endpoint)
         if status.HasField("last_step") and before is not None and status.num_steps != before.num_steps:
-            self._on_step(status.last_step)
+            self._on_step(status.last_step, self._members.step_costs.get(group.name))
         self._generation[group.endpoint] = status
         if status.kv.num_bytes:
             self._members.num_bytes_free[group.name] = status.kv.num_bytes_free

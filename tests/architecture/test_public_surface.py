@@ -108,8 +108,7 @@ COMMANDS = {
     "bench": "--address --allow-eos --api --api-key-env --burstiness --concurrency --context --extra-body --json"
     " --lengths --model --output-tokens --plot --prompt-tokens --rate --repeat-prompts --requests --seconds --seed"
     " --system-tokens --target --temperature --text --think-time --timeout --trace --turns --url",
-    "calibrate": "name --anyway --api-key-env --batches --checks --contexts --dry-run --force --generate --lengths"
-    " --output --repeats --target",
+    "calibrate": "--anyway --device --dtype --seconds",
     "chaos": "--blows --cache --hung --log --model --requests --seed --seeds --set --slow",
     "config": CONFIGURATION,
     "doctor": CONFIGURATION,
@@ -134,11 +133,11 @@ COMMANDS = {
     "reload": "name --api-key-env --group --model --target --timeout",
     "scale": "name number pool --api-key-env --target --timeout",
     "serve": f"--address {CONFIGURATION}",
-    "simulate": "--attention-tflop-s --cached --calibration --contexts --hardware --linear-tflop-s --link-gb-s"
+    "simulate": "--attention-tflop-s --cached --contexts --hardware --linear-tflop-s --link-gb-s"
     " --link-us --model --plot --protocol --push-gb-s --ranks --shape",
-    "simulate-traffic": "--advisory --cached-blocks --calibration --cold-start --cooldown --explain --flip --groups"
+    "simulate-traffic": "--advisory --cached-blocks --cold-start --cooldown --explain --flip --groups"
     " --hardware --itl --json --load --max --min --model --output --phases --plot --policy --prompt --ranks --rate"
-    " --requests --seconds --seed --slots --speed --step-times --trace --ttft --whole-chooser",
+    " --requests --seconds --seed --slots --speed --trace --ttft --whole-chooser",
     "status": "name --api-key-env",
     "stop": "name --address",
     "top": "name --api-key-env --interval --once --target",

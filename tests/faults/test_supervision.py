@@ -153,7 +153,7 @@ async def kept(
 ) -> AsyncIterator[OrchestratorKeeper]:
     """An orchestrator in a process of its own."""
     model = ModelInfo("smollm2-135m", 512, 49152, "bfloat16", True, "layout")
-    plan = OrchestratorPlan(orchestrator_worker(folder), model, (), lambda former: linear_planner(), HOST)
+    plan = OrchestratorPlan(orchestrator_worker(folder), model, (), linear_planner, HOST)
     around = Surroundings(ProcessSpawner(300.0), Heartbeat(0.1, dead_after_s), SystemClock(), lambda line: None)
     keeper = OrchestratorKeeper(plan, view, around)
     try:

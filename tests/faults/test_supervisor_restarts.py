@@ -15,7 +15,7 @@ from ray.exceptions import RaySystemError
 
 from baton.errors import UnavailableError
 from deploy.config.file import load_config
-from deploy.ray_cluster import kept_files, memory, supervisor
+from deploy.ray_cluster import memory, supervisor
 from deploy.ray_cluster.memory import Memory
 from deploy.ray_cluster.supervisor import SupervisorActor
 from orchestrator.membership.view import Orders
@@ -66,9 +66,8 @@ class Scene:
         monkeypatch.setattr(supervisor, "ray", SimpleNamespace(get_runtime_context=lambda: context))
         monkeypatch.setattr(supervisor, "RaySpawner", lambda *given: FailingSpawner(self.spawner, self.failures))
         monkeypatch.setattr(supervisor, "RayRoom", lambda *given, **more: FailingRoom(self.failures))
-        for module in (memory, kept_files):
-            monkeypatch.setattr(module, "_internal_kv_get", self.get)
-            monkeypatch.setattr(module, "_internal_kv_put", self.put)
+        monkeypatch.setattr(memory, "_internal_kv_get", self.get)
+        monkeypatch.setattr(memory, "_internal_kv_put", self.put)
         monkeypatch.setattr(supervisor, "folder_on_node", self.find_folder)
         monkeypatch.setattr(supervisor, "end_worker", self.end_worker)
 

@@ -161,7 +161,7 @@ class AllPairs:
 
     def _step_s(self, generation: GenerationGroup) -> float:
         planner, (num_rows, context) = self.outlook.planner_of(generation), self._batch(generation)
-        return planner.step_s(num_rows, context) if num_rows and planner.steps is not None else 0.0
+        return planner.step_s(num_rows, context) if num_rows else 0.0
 
     def _batch(self, generation: GenerationGroup) -> tuple[int, float]:
         context = self.outlook.generation_load.context_tokens(generation.incarnation)

@@ -1,10 +1,8 @@
-"""Predictions from data that a running service reports: its prefill groups while it serves, and its generation steps on
-request."""
+"""Predictions of prefills, and counts of drafts, from data that a running service reports."""
 
 import asyncio
 import dataclasses
 import math
-import random
 import statistics
 
 import pytest
@@ -13,12 +11,10 @@ from baton import Client
 from baton.planning.planner import ChainPlanner
 from baton.results.timings import DraftCounts, SpeculationTrace
 from baton.sampling_params import SamplingParams
-from deploy.tuning.calibration.rounds import NUM_DRAFTS, Measured, measure_rounds
-from deploy.tuning.calibration.steps import NUM_STEPS, Grid, measure_steps
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.clients import HOST, Answer
-from tests.support.clusters.cluster import MAX_TOKENS, cluster
-from tests.support.clusters.planners import linear_planner
+from tests.support.clusters.cluster import cluster
+from tests.support.clusters.planners import costs_of, linear_planner
 from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
 
@@ -33,10 +29,9 @@ WRONG = 20.0
 
 
 def assuming(times: float) -> ChainPlanner:
-    """By costs that nobody has measured."""
-    by_hand = linear_planner().calibration
-    assumed = dataclasses.replace(by_hand, prefill_points=(), cost=by_hand.cost.times(times))
-    return ChainPlanner(assumed, max_ranks=1, max_tokens=512)
+    """Return a planner whose prefills take `times` times as long as those of `linear_planner`, at first."""
+    costs = costs_of(linear_planner().cost.times(times))
+    return ChainPlanner(costs, max_ranks=1, max_tokens=512)
 
 
 async def answers(planner: ChainPlanner, count: int) -> list[Answer]:
@@ -60,44 +55,8 @@ async def test_the_error_falls_whatever_was_assumed(wrong: float) -> None:
         assert len(tries) < NUM_TRIES, tries
         found = assuming(1.0)
         await answers(found, 6)
-        truth = found.cost.linear_s / found.calibration.cost.linear_s
+        truth = found.cost.linear_s / found.nominal.prefill.linear_s
         tries.append([error(answer) for answer in await answers(assuming(truth * wrong), 12)])
-
-
-async def test_a_measured_calibration_stays_as_it_is() -> None:
-    planner = linear_planner()
-    await answers(planner, 2)
-    assert planner.cost == planner.calibration.cost
-
-
-async def test_steps_are_measured_in_batches_that_fill_the_group_and_leave_nothing() -> None:
-    """Rows that did not run in step would be refused."""
-    grid = Grid((1, 3, 8), (40, MAX_TOKENS - NUM_STEPS // 2), repeats=2)
-    done: list[int] = []
-
-    def measured(target: str) -> list[list[float]]:
-        with Client(target) as client:
-            return measure_steps(client, grid, rng=random.Random(1), done=done.append)
-
-    async with cluster(num_slots=8, generate={"speculation": "auto"}) as running:
-        seconds = await asyncio.to_thread(measured, f"{HOST}:{running.server.port}")
-    assert [len(row) for row in seconds] == [2, 2, 2] and all(each > 0 for row in seconds for each in row)
-    assert sum(done) == 2 * sum(map(grid.work, grid.cells))
-
-
-async def test_rounds_are_measured_beside_what_they_did_and_leave_nothing() -> None:
-    """Rows whose rounds did not run in step would be refused."""
-    grid, draft_keys = Grid((1, 6), (60, 200)), {"streaming": 256, "ngram": 0}
-
-    def measured(target: str) -> list[Measured]:
-        with Client(target) as client:
-            return measure_rounds(client, grid, draft_keys, rng=random.Random(1), done=lambda work: None)
-
-    async with cluster(num_slots=8, generate={"speculation": "auto"}) as running:
-        rounds = await asyncio.to_thread(measured, f"{HOST}:{running.server.port}")
-    assert len(rounds) == len(grid.cells) * len(NUM_DRAFTS)
-    assert all(seconds > 0 and work.num_pairs > work.num_keys for work, seconds in rounds)
-    assert {work.num_steps for work, _ in rounds} <= {1, *(1 + num for num in NUM_DRAFTS)}
 
 
 async def test_a_streams_drafts_reach_the_client_and_the_metrics() -> None:

@@ -1,13 +1,13 @@
 """Simulated generation group: a batch of sequences. The time of many steps is computed by one formula, so steps are not
 simulated one by one.
 
-A step of N sequences with C tokens in total takes about A + B C seconds, and increases C by N. A and B come from the
-planner's step times for N sequences, near C. While no sequence joins or leaves, k steps therefore take
+A step of N sequences with C tokens in total takes A + B C seconds, and increases C by N. A and B follow from the cost
+of steps (`baton.planning.work_cost`). While no sequence joins or leaves, k steps therefore take
 
     k (A + B C) + B N k (k - 1) / 2
 
-The formula is exact for nominal step times, and interpolates measured step times linearly. A sequence joins at the
-first step that begins after its arrival, as in the engine, and leaves after its last step. Does no I/O.
+A sequence joins at the first step that begins after its arrival, as in the engine, and leaves after its last step. Does
+no I/O.
 """
 
 import heapq
@@ -15,43 +15,18 @@ import math
 from collections.abc import Callable
 from itertools import count
 
-from baton.planning.step_times import StepTimes
+from baton.planning.work_cost import WorkCost
 from baton_lab.traffic.gaps import GapHistogram
-
-_NEAR_TOKENS = 64
-"""Width of a range of context lengths, in tokens per sequence. Within each range, measured step times are approximated
-by a straight line. Nominal step times need no ranges, because they are straight lines for all lengths."""
-
-
-class StepLines:
-    """Step times as linear functions of the batch's total number of tokens. There is one function for each number of
-    sequences and, for measured step times, each range of context lengths. Shared by all groups."""
-
-    def __init__(self, steps: StepTimes) -> None:
-        self._steps = steps
-        self._lines: dict[tuple[int, int], tuple[float, float]] = {}
-
-    def line(self, num_rows: int, num_keys: float) -> tuple[float, float]:
-        """Return A and B of the step time A + B C in seconds, where C is the total number of tokens in the batch. They
-        are valid for `num_rows` sequences and C near `num_keys`."""
-        place = int(num_keys / num_rows / _NEAR_TOKENS) if self._steps.is_measured else 0
-        found = self._lines.get((num_rows, place))
-        if found is None:
-            low, high = place * _NEAR_TOKENS, (place + 1) * _NEAR_TOKENS
-            low_s, high_s = (self._steps.step_s(num_rows, context) for context in (low, high))
-            slope_s = (high_s - low_s) / (num_rows * (high - low))
-            found = self._lines[num_rows, place] = (low_s - slope_s * num_rows * low, slope_s)
-        return found
 
 
 class Batch:
     """Simulated batch of one generation group. Its owner must call `advance` at the simulated time `next_end_s`."""
 
-    def __init__(self, lines: StepLines, gaps: GapHistogram, on_end: Callable[[int, float], None]) -> None:
-        """Create an empty batch. `lines`: step times. `gaps`: histogram to which the times between tokens are added.
+    def __init__(self, cost: WorkCost, gaps: GapHistogram, on_end: Callable[[int, float], None]) -> None:
+        """Create an empty batch. `cost`: cost of steps. `gaps`: histogram to which the times between tokens are added.
         `on_end` is called when a sequence leaves the batch, with its number and the time of its last token. This time
         may be up to one step in the future."""
-        self._lines = lines
+        self._cost = cost
         self._gaps = gaps
         self._on_end = on_end
         self._ends: list[tuple[int, int, int, int]] = []
@@ -64,7 +39,6 @@ class Batch:
         future."""
         self.num_keys = 0
         """Number of tokens of all sequences together, at the step boundary `_at_s`."""
-        self._line = (0.0, 0.0)
 
     @property
     def num_rows(self) -> int:
@@ -74,7 +48,11 @@ class Batch:
     @property
     def step_s(self) -> float:
         """Return the duration of the next step in seconds; 0 if the batch is empty."""
-        return self._line[0] + self._line[1] * self.num_keys if self._ends else 0.0
+        return self._base_s + self._cost.key_s * self.num_keys if self._ends else 0.0
+
+    @property
+    def _base_s(self) -> float:
+        return self._cost.step_s + len(self._ends) * self._cost.token_s
 
     def join(self, number: int, context: int, num_tokens: int, now_s: float) -> None:
         """Add the sequence `number`, which has `context` tokens now. It joins the batch at the next step boundary, and
@@ -87,7 +65,6 @@ class Batch:
             self._at_s = max(self._at_s, now_s)
         heapq.heappush(self._ends, (self._num_steps + num_tokens, next(self._order), context + num_tokens, number))
         self.num_keys += context
-        self._relate()
 
     def boundary_s(self, now_s: float) -> float:
         """Return the time of the first boundary between two steps at or after `now_s`. If the batch is empty, a step
@@ -101,7 +78,6 @@ class Batch:
         if self._ends:
             self._settle(self._ends[0][0] - self._num_steps)
             self._leave()
-            self._relate()
 
     @property
     def next_end_s(self) -> float:
@@ -118,18 +94,14 @@ class Batch:
         num_steps = max(end for end, _, _, _ in self._ends) - self._num_steps
         return max(self._at_s - now_s, 0.0) + num_steps * self.step_s
 
-    def _relate(self) -> None:
-        if self._ends:
-            self._line = self._lines.line(len(self._ends), self.num_keys)
-
     def _seconds(self, num_steps: int) -> float:
-        base, slope = self._line
+        base, slope = self._base_s, self._cost.key_s
         rising = slope * len(self._ends) * (num_steps * (num_steps - 1) / 2)
         return num_steps * (base + slope * self.num_keys) + rising
 
     def _steps_begun(self, now_s: float) -> int:
         """Return the number of steps that begin before `now_s`, at most until the next sequence leaves."""
-        base, slope = self._line
+        base, slope = self._base_s, self._cost.key_s
         half = slope * len(self._ends) / 2
         linear = base + slope * self.num_keys - half
         left_s = now_s - self._at_s

@@ -68,7 +68,7 @@ async def chaos_cluster(
 
     def orchestrator(layout: str) -> OrchestratorPlan:
         model = ModelInfo("letters", MAX_TOKENS, decoder.config.vocab_size, "float32", False, layout)
-        return OrchestratorPlan(worker, model, (EOS_ID,), lambda former: linear_planner(), HOST)
+        return OrchestratorPlan(worker, model, (EOS_ID,), linear_planner, HOST)
 
     with prefix_folder() as prefixes:
         spawner.folders = {"prefill": prefixes, "generate": prefixes}

@@ -16,8 +16,8 @@ from deploy.config.cluster import ClusterConfig
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.processes import ProcessSpawner
 from deploy.groups.surroundings import Heartbeat
-from deploy.machine.calibrations import served_planner
 from deploy.machine.cluster_plan import ClusterPlan
+from deploy.machine.planners import served_planner
 from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.membership.view import Orders
 from tests.support.clusters.supervision import SupervisedCluster
@@ -54,10 +54,9 @@ class KeptCluster(SupervisedCluster):
         assert self.keeper is not None
         return f"{LOOPBACK}:{self.keeper.ports[0]}"
 
-    def make_planner(self, former: ChainPlanner | None) -> ChainPlanner:
-        """Return the planner for the next incarnation (process) of the orchestrator, given the planner of the previous
-        one."""
-        return served_planner(self.cluster_plan, former)
+    def make_planner(self) -> ChainPlanner:
+        """Return the planner for all incarnations (processes) of the orchestrator."""
+        return served_planner(self.cluster_plan)
 
     def tell(self) -> None:
         if self.keeper is not None:

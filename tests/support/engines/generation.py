@@ -21,6 +21,7 @@ from baton.modeling.forward.sampling import SamplerState, sample
 from baton.modeling.kv.buffers import BufferSpan, KvBuffer
 from baton.modeling.prefix_store.store import PrefixStore
 from baton.planning.speculation import MOST_DRAFTS
+from baton.planning.step_cost import StepCost
 from baton.planning.work_cost import WorkCost
 from baton.process.clock import Clock
 from baton.sampling_params import SamplingParams
@@ -236,7 +237,7 @@ def harness(
         step_graphs=step_graphs,
     )
     saver = AnswerSaver(slots, store) if store is not None else None
-    model = ServedModel(decoder, letter_tokenizer(), drafting, cost)
+    model = _served(decoder, drafting, cost)
     own: Speculation | None = make_speculation(model, slots, config, name=speculation, choosing=CHOOSING)
     drafts = own if speculator is None else speculator(slots, own)
     scheduling_policy = scheduling_policy or ChunkedPrefillPolicy.of(config, model)
@@ -250,6 +251,14 @@ def harness(
     finally:
         _end(engine, saver, decoder)
     _check_ended(engine)
+
+
+def _served(decoder: Decoder, drafting: Decoder | None, cost: WorkCost | None) -> ServedModel:
+    """Return the model with these costs of steps; None: those of the machine."""
+    model = ServedModel(decoder, letter_tokenizer(), drafting)
+    if cost is not None:
+        vars(model)["step_cost"] = StepCost(cost, cost.token_s)
+    return model
 
 
 def _shape(decoder: Decoder, lengths: tuple[int, int], speculation: str, draft_keys: int) -> KvShape:

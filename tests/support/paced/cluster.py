@@ -124,8 +124,8 @@ class PacedCluster(KeptCluster):
             total_s += each.num_paid * max(min(until_s, end_s) - max(each.since_s, start_s), 0.0)
         return total_s
 
-    def make_planner(self, former: ChainPlanner | None) -> ChainPlanner:
-        return former or self.hardware.planner(max_ranks=self.plan.num_ranks)
+    def make_planner(self) -> ChainPlanner:
+        return self.hardware.planner(max_ranks=self.plan.num_ranks)
 
     def tell(self) -> None:
         roles = self.cluster.prefill, self.cluster.generation

@@ -145,7 +145,7 @@ class PacedSteps:
 
     def _seconds(self, plan: StepPlan) -> float:
         num_rows, num_tokens = plan.decoding.num_rows, plan.decoding.num_tokens
-        step_s = self._hardware.steps.step_s(num_rows, num_tokens / num_rows) if num_rows else 0.0
+        step_s = self._hardware.costs.step.plain_s(num_rows, num_tokens / num_rows) if num_rows else 0.0
         prefilled = (span.tokens for span in plan.spans if len(span.tokens) > 1)
         return step_s + sum(self._hardware.chunk_s(tokens) for tokens in prefilled)
 

@@ -14,13 +14,10 @@ from typing import TYPE_CHECKING
 import grpc
 import numpy as np
 
-from baton.planning import calibration
 from baton.proto_types import params_to_proto
 from baton.sampling_params import SamplingParams
 from baton.v1 import orchestrator_pb2 as pb
-from baton.v1 import planning_pb2
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
-from baton.v1.planning_pb2_grpc import PlanningStub
 from baton_lab.traffic.gaps import GapHistogram
 from baton_lab.traffic.results import Results
 from baton_lab.traffic.traces.trace import Trace
@@ -97,8 +94,7 @@ async def play(channel: grpc.aio.Channel, trace: Trace, seed: int = 0) -> Played
 
 async def calibrate(channel: grpc.aio.Channel, hardware: PacedHardware, num_requests: int = 16) -> PacedHardware:
     """Measure on an idle cluster the overheads that are not paced: the time per request outside its chain, measured by
-    the client, and the time of a message between ranks. Afterwards, the orchestrator includes them in its
-    predictions."""
+    the client, and the time of a message between ranks. The orchestrator learns the paced durations meanwhile."""
     arrivals_s, tokens = np.linspace(0.0, 0.5 * num_requests, num_requests), np.resize([300, 1200], num_requests)
     played = await play(channel, Trace("alone", arrivals_s, tokens, np.ones(num_requests, np.int64)), seed=-1)
     besides: list[float] = []
@@ -112,10 +108,7 @@ async def calibrate(channel: grpc.aio.Channel, hardware: PacedHardware, num_requ
             if rank.num_messages_sent:
                 links[rank.num_bytes_sent / rank.num_messages_sent].append(rank.send_s / rank.num_messages_sent)
     points = tuple((num_bytes, statistics.median(seconds)) for num_bytes, seconds in sorted(links.items()))
-    measured = hardware.measured(statistics.median(besides), points)
-    text = calibration.dumps(measured.prefill)
-    await PlanningStub(channel).UseCalibration(planning_pb2.UseCalibrationRequest(calibration=text, force=True))
-    return measured
+    return hardware.measured(statistics.median(besides), points)
 
 
 def random_letters(num_tokens: int, seed: int, number: int) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from openai import OpenAI
 
@@ -18,14 +17,8 @@ from baton import Client
 from baton.calls.resume import Reconnect
 from baton.calls.streams import Stream
 from baton.errors import BatonError, DeadlineExceededError, ResourceExhaustedError
-from baton.planning import step_times
-from baton.planning.calibration import load
-from baton.planning.step_times import StepTimes
 from baton.results.completion import Completion
 from baton.sampling_params import SamplingParams
-from baton.v1.planning_pb2 import GetStepTimesRequest
-from baton.v1.planning_pb2_grpc import PlanningStub
-from deploy.commands.keyed_channel import keyed
 from deploy.commands.record import process_start
 from tests.support.clusters.listening import descendants, listeners
 from tests.support.clusters.on_ray.ray_clusters import (
@@ -124,41 +117,10 @@ def test_status_shows_the_groups_and_drafts_which_a_stream_shows_at_its_end(one_
 
 
 @pytest.mark.ci
-def test_calibrations_count_at_once_and_in_the_orchestrators_next_life(
-    one_host: ServedCluster, client: Client, tmp_path: Path
-) -> None:
-    rates, steps = tmp_path / "rates.json", tmp_path / "steps.json"
-    assert "nominal rates" in one_host.command("status").stdout
-    _calibrate(one_host, rates, "--lengths", "16,64,256", "--checks", "128")
-    told = _calibrate(one_host, steps, "--generate", "--batches", "2,1", "--contexts", "64,128")
-    assert "rounds: steps that draft, and the one that verifies" in told
-    measured, times = load(rates), step_times.load(steps)
-    assert {64, 256} <= {row.tokens + row.before for row in measured.rank_rows if row.is_last} <= {16, 64, 256}
-    assert (times.batches, times.contexts, times.is_measured) == ((1, 2), (64, 128), True)
-    _check_in_use(one_host, measured.fingerprint, times)
-    os.kill(listener(one_host.target), signal.SIGKILL)
-    until_settled(one_host, client)
-    _check_in_use(one_host, measured.fingerprint, times)
-    simulated = one_host.command("simulate", "--calibration", str(rates), "--ranks", "2", "--contexts", "256")
-    assert simulated.returncode == 0, simulated.stderr
-    refused = one_host.command("calibrate", "--generate", "--batches", "5")
-    assert refused.returncode == 2
-    assert refused.stderr == "baton: --batches: '5' is out of range: use whole numbers from 1 to 4\n"
-
-
-def _calibrate(one_host: ServedCluster, output: Path, *options: str) -> str:
-    """What it tells meanwhile."""
-    calibrated = one_host.command("calibrate", *options, "--repeats", "1", "--output", str(output))
-    assert calibrated.returncode == 0, calibrated.stderr
-    assert calibrated.stdout == "" and "the cluster predicts by it from now on" in calibrated.stderr
-    return calibrated.stderr
-
-
-def _check_in_use(one_host: ServedCluster, fingerprint: str, times: StepTimes) -> None:
-    assert f"calibration {fingerprint}: measured" in one_host.command("status").stdout
-    with keyed(grpc.insecure_channel(one_host.target), None, secret_of(one_host.cache)) as channel:
-        reply = PlanningStub(channel).GetStepTimes(GetStepTimesRequest(), timeout=30)
-    assert step_times.loads(reply.step_times, "cluster") == times
+def test_rates_are_not_measured_next_to_a_running_cluster(one_host: ServedCluster) -> None:
+    refused = one_host.command("calibrate", "--device", "cpu")
+    assert refused.returncode == 1
+    assert "runs on this machine: end it with `baton stop`, or add --anyway" in refused.stderr
 
 
 @pytest.mark.ci

@@ -7,7 +7,6 @@ import pytest
 
 from baton import Client
 from baton.sampling_params import SamplingParams
-from deploy.ray_cluster.kept_files import file_here, forget_files, keep_file
 from tests.support.clusters.on_ray.ray_clusters import check_answer, launched
 from tests.support.clusters.on_ray.topologies import FAR, HostsCluster, draft_settings
 from tests.support.engines.generation import prompt
@@ -47,25 +46,3 @@ def test_a_node_without_the_draft_model_refuses_and_says_which(apart: HostsClust
         f"baton: generate-0: on node {apart.second.address}: generate.draft_model = {apart.hidden / 'drafts'} is "
         "missing, and model.search is empty: put a copy of that name there"
     )
-
-
-@pytest.mark.usefixtures("joined")
-def test_small_files_travel_by_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    given, kept = tmp_path / "given.json", tmp_path / "cache" / "baton" / "calibrations" / "kept.json"
-    kept.parent.mkdir(parents=True)
-    assert file_here("files", given) == given and not given.exists()  # nothing is kept
-    for path in (given, kept):
-        path.write_text(path.name)
-        keep_file("files", path)
-        path.unlink()
-        keep_file("files", path)  # what is kept stays
-    copy = file_here("files", given)
-    assert copy.read_text() == "given.json" and copy.is_relative_to(tmp_path / "cache")
-    assert file_here("files", kept) == kept and kept.read_text() == "kept.json"
-    assert file_here("others", given) == given
-    kept.write_text("measured here")
-    assert file_here("files", kept).read_text() == "measured here"
-    kept.unlink()
-    forget_files("files")
-    assert file_here("files", kept) == kept and not kept.exists()

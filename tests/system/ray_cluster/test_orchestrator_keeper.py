@@ -45,9 +45,9 @@ class Scene:
         self.keeper = OrchestratorKeeper(plan, self._view, around)
         self.keeper.follow = self._follow
 
-    def _make_planner(self, former: ChainPlanner | None) -> ChainPlanner:
+    def _make_planner(self) -> ChainPlanner:
         self.num_planners += 1
-        return former or linear_planner()
+        return linear_planner()
 
     def _view(self) -> ClusterView:
         if self.failures:

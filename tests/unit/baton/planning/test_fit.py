@@ -1,4 +1,4 @@
-"""Fits find the numbers that made the points, and never a negative one."""
+"""Fits find the numbers that made the measurements, and never a negative one."""
 
 import itertools
 
@@ -6,138 +6,88 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from baton.errors import InvalidArgumentError
-from baton.planning.chain.wavefront import chain_ttft
-from baton.planning.cost_model import BATON, CostModel, Kernel, LinkModel, Protocol
-from baton.planning.fit import RankRow, fit_link, fit_ranks
-from baton_lab.study.one_rank_fit import fit_prefill
-from baton_lab.study.protocols import PAPER
+from baton.planning.fit import fit_columns, fit_relative
+from baton.planning.work_cost import StepWork, WorkCost
 
-TOKENS = (256.0, 1024.0, 2048.0, 4096.0, 8192.0)
-
-
-@given(
-    linear_s=st.floats(1e-7, 1e-4),
-    pair_s=st.floats(1e-11, 1e-8),
-    fixed_s=st.floats(1e-5, 1e-2),
-    num_layers=st.integers(1, 80),
-    kernel=st.sampled_from(Kernel),
+KNOWN = WorkCost(0.01, 1e-3, 1e-6, 7e-7)
+PLAIN = tuple(StepWork.plain(rows, rows * context) for rows in (1, 4, 16) for context in (192, 1024, 4096))
+ROUNDS = tuple(
+    StepWork(4 * rows, 1000 * rows, 4000 * rows) + StepWork(3 * rows, 3 * rows * 256, 3 * rows * 256, num_steps=3)
+    for rows in (1, 4, 16)
 )
-def test_prefill_numbers_come_back(
-    linear_s: float, pair_s: float, fixed_s: float, num_layers: int, kernel: Kernel
-) -> None:
-    weight = 1.0 if kernel is Kernel.DENSE else 0.5
-    points = [(n, num_layers * (fixed_s + linear_s * n + pair_s * weight * n * n)) for n in TOKENS]
-    fitted = fit_prefill(points, num_layers, kernel)
-    predicted = [num_layers * (fitted.fixed_s + fitted.linear_s * n + fitted.pair_s * weight * n * n) for n in TOKENS]
-    assert predicted == pytest.approx([seconds for _, seconds in points], rel=1e-6)
-    assert fitted.residual < 1e-6
-
-
-def test_papers_one_gpu_row() -> None:
-    """Half a percent off at most; 0.079 s a thousand tokens and 0.0207 s a thousand squared, all layers."""
-    row = [(1024, 0.10), (2048, 0.24), (4096, 0.65), (8192, 1.95), (12288, 3.95)]
-    fitted = fit_prefill(row, 32, Kernel.DENSE)
-    assert fitted.residual < 0.01
-    assert fitted.linear_s * 32 * 1024 == pytest.approx(0.079, rel=0.02)
-    assert fitted.pair_s * 32 * 1024**2 == pytest.approx(0.02075, rel=0.02)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_coefficient_is_negative_and_no_other_choice_fits_better(seed: int) -> None:
     """Noise drives plain least squares below zero; then the best non-negative numbers are found, as a grid confirms."""
     rng = np.random.default_rng(seed)
-    points = [(n, float(n * 1e-3 * rng.uniform(0.7, 1.3))) for n in (1.0, 2.0, 3.0, 4.0)]
-    fitted = fit_prefill(points, 1, Kernel.DENSE)
+    tokens = np.array([1.0, 2.0, 3.0, 4.0])
+    columns = np.stack([tokens, tokens**2, np.ones_like(tokens)], axis=1)
+    seconds = tokens * 1e-3 * rng.uniform(0.7, 1.3, size=4)
+    fitted, residual = fit_relative(columns, seconds)
 
-    def error(linear_s: float, pair_s: float, fixed_s: float) -> float:
-        return sum(((fixed_s + linear_s * n + pair_s * n * n) / seconds - 1) ** 2 for n, seconds in points)
+    def errors(*numbers: float) -> NDArray[np.float64]:
+        predicted: NDArray[np.float64] = columns @ np.array(numbers)
+        return predicted / seconds - 1
 
-    found = error(fitted.linear_s, fitted.pair_s, fitted.fixed_s)
-    assert min(fitted.linear_s, fitted.pair_s, fitted.fixed_s) >= 0
+    assert min(fitted) >= 0
+    assert residual == pytest.approx(float(np.abs(errors(*fitted)).max()))
     grid = itertools.product(np.linspace(0, 2e-3, 25), np.linspace(0, 4e-4, 25), np.linspace(0, 2e-3, 25))
-    assert found <= min(error(*each) for each in grid) + 1e-12
+    found = float((errors(*fitted) ** 2).sum())
+    assert found <= min(float((errors(*each) ** 2).sum()) for each in grid) + 1e-12
 
 
-@given(latency_s=st.floats(1e-6, 1e-2), bandwidth=st.floats(1e6, 1e12))
-def test_link_numbers_come_back(latency_s: float, bandwidth: float) -> None:
-    link = LinkModel(latency_s, bandwidth)
-    points = [(size, link.seconds(size)) for size in (1e3, 1e5, 1e7, 1e9)]
-    fitted = fit_link(points)
-    assert [fitted.seconds(size) for size, _ in points] == pytest.approx([s for _, s in points], rel=1e-6)
+def columns_of(works: tuple[StepWork, ...]) -> NDArray[np.float64]:
+    return np.array([work.columns for work in works], np.float64)
 
 
-@pytest.mark.parametrize(
-    ("points", "text"),
-    [
-        ([], "0 given"),
-        ([(64.0, 1.0), (64.0, 1.1)], "fewer than 2 different sizes"),
-        ([(64.0, 1.0), (128.0, 0.0)], "above 0"),
-        ([(64.0, 1.0), (128.0, 0.5)], "larger messages took no longer"),
-    ],
-)
-def test_points_that_say_nothing_are_refused(points: list[tuple[float, float]], text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=text):
-        fit_link(points)
-
-
-KNOWN = CostModel(12, 1.0, 1.0, 64, project_share=0.2)
-CHAINS = tuple((round(0.6 * n), n - round(0.6 * n)) for n in (64, 256, 1024, 4096))
-
-
-def rows_of(cost: CostModel, protocol: Protocol, chains: tuple[tuple[int, ...], ...] = CHAINS) -> list[RankRow]:
-    """Times of the ranks of those chains: all layers but the last, then the last."""
-    rows = []
-    for chunks in chains:
-        for rank, chunk in enumerate(chunks):
-            before, is_last = sum(chunks[:rank]), rank == len(chunks) - 1
-            own_pairs = chunk * chunk / (2 if protocol.kernel is Kernel.CAUSAL else 1)
-            layer_s = cost.fixed_s + cost.linear_s * chunk + cost.pair_s * (own_pairs + chunk * before)
-            project_s = cost.fixed_s + cost.project_share * cost.linear_s * chunk
-            one_query_s = (1 - cost.project_share) * cost.linear_s + cost.pair_s * (before + chunk)
-            last_s = project_s + (one_query_s if is_last else 0.0) if protocol.skip_last else layer_s
-            rows.append(RankRow(chunk, before, is_last, (cost.num_layers - 1) * layer_s + last_s))
-    return rows
+def seconds_of(works: tuple[StepWork, ...], cost: WorkCost) -> NDArray[np.float64]:
+    return np.array([cost.seconds(work) for work in works])
 
 
 @given(
-    linear_s=st.floats(1e-7, 1e-4),
-    pair_s=st.floats(1e-11, 1e-8),
-    fixed_s=st.floats(1e-5, 1e-2),
-    num_layers=st.integers(1, 80),
-    protocol=st.sampled_from([BATON, PAPER]),
+    step_s=st.floats(1e-3, 0.1),
+    token_s=st.floats(1e-5, 1e-2),
+    key_s=st.floats(1e-8, 1e-5),
+    pair_s=st.floats(1e-8, 1e-6),
 )
-def test_numbers_of_a_chains_ranks_come_back(
-    linear_s: float, pair_s: float, fixed_s: float, num_layers: int, protocol: Protocol
-) -> None:
-    cost = CostModel(num_layers, linear_s, pair_s, 64, project_share=0.2, fixed_s=fixed_s)
-    rows = rows_of(cost, protocol)
-    fitted = fit_ranks(rows, cost, protocol)
-    found = CostModel(num_layers, fitted.linear_s, fitted.pair_s, 64, project_share=0.2, fixed_s=fitted.fixed_s)
-    predicted = [row.seconds for row in rows_of(found, protocol)]
-    assert predicted == pytest.approx([row.seconds for row in rows], rel=1e-6)
-    assert fitted.residual < 1e-6
+def test_costs_of_steps_come_back(step_s: float, token_s: float, key_s: float, pair_s: float) -> None:
+    cost, works = WorkCost(step_s, token_s, key_s, pair_s), PLAIN + ROUNDS
+    fitted, residual = fit_columns(columns_of(works), seconds_of(works, cost), KNOWN)
+    assert seconds_of(works, fitted) == pytest.approx(seconds_of(works, cost), rel=1e-6)
+    assert residual < 1e-6
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_noise_of_a_few_percent_moves_predictions_less(seed: int) -> None:
-    """Compared are times to first token at lengths that were not fitted."""
-    cost = CostModel(30, linear_s=30e-6, pair_s=15e-9, kv_bytes=768, project_share=0.2, fixed_s=1e-3)
-    rng = np.random.default_rng(seed)
-    rows = [
-        RankRow(row.tokens, row.before, row.is_last, row.seconds * float(rng.normal(1, 0.03)))
-        for row in rows_of(cost, BATON)
-    ]
-    fitted = fit_ranks(rows, cost, BATON)
-    assert 0.01 < fitted.residual < 0.2
-    found = CostModel(30, fitted.linear_s, fitted.pair_s, 768, project_share=0.2, fixed_s=fitted.fixed_s)
-    for chunks in ((100, 50), (400, 250), (1800, 1300)):
-        assert chain_ttft(chunks, found, BATON) == pytest.approx(chain_ttft(chunks, cost, BATON), rel=0.05)
+def test_only_rounds_of_drafts_tell_what_pairs_cost() -> None:
+    """Without any, pairs cost what was known before; with some, they cost what the rounds took."""
+    true = WorkCost(0.013, 0.4e-3, 2.3e-6, 0.3e-6)
+    plain, _ = fit_columns(columns_of(PLAIN), seconds_of(PLAIN, true), KNOWN)
+    assert plain.pair_s == KNOWN.pair_s
+    assert (plain.step_s, plain.token_s, plain.key_s) == pytest.approx((0.013, 0.4e-3, 2.3e-6), rel=1e-3)
+    works = PLAIN + ROUNDS
+    seconds = seconds_of(works, true)
+    assert fit_columns(columns_of(works), seconds, KNOWN)[0].pair_s == pytest.approx(true.pair_s, rel=1e-3)
+    seconds[len(PLAIN) :] *= 2
+    assert fit_columns(columns_of(works), seconds, KNOWN)[1] > 0.1
 
 
-def test_a_chains_rows_must_differ_and_be_times() -> None:
-    with pytest.raises(InvalidArgumentError, match="rank_rows: 2 given, with fewer than 2 different chunks"):
-        fit_ranks([RankRow(5, 0, True, 1.0), RankRow(5, 0, False, 1.0)], KNOWN, BATON)
-    with pytest.raises(InvalidArgumentError, match="must be above 0"):
-        fit_ranks([RankRow(5, 0, True, 1.0), RankRow(6, 0, True, 0.0)], KNOWN, BATON)
+def test_rounds_tell_what_rows_cost_where_plain_steps_are_of_one_kind() -> None:
+    true = WorkCost(0.013, 0.4e-3, 2.3e-6, 0.3e-6)
+    rounds = tuple(
+        StepWork(1 + drafts, 500, 500 * (1 + drafts)) + StepWork(drafts, drafts * 64, drafts * 64, drafts)
+        for drafts in (1, 3, 6)
+    )
+    works = (StepWork.plain(1, 500), *rounds)
+    fitted, _ = fit_columns(columns_of(works), seconds_of(works, true), KNOWN)
+    assert seconds_of(rounds, fitted) == pytest.approx(seconds_of(rounds, true), rel=1e-3)
+
+
+def test_weights_decide_between_measurements_that_disagree() -> None:
+    columns, seconds = np.ones((2, 1)), np.array([1.0, 2.0])
+    (equal,), _ = fit_relative(columns, seconds)
+    (first,), residual = fit_relative(columns, seconds, np.array([1.0, 1e-3]))
+    assert 1.0 < equal < 2.0
+    assert first == pytest.approx(1.0, rel=1e-3)
+    assert residual == pytest.approx(0.5, rel=1e-2)  # of a measurement, whatever its weight

@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.planning.calibration import nominal
 from baton.planning.gpus import ASSUMED, gpu_of, gpu_rank
-from baton.planning.hardware import cpu_rank
+from baton.planning.hardware import ModelCosts, cpu_rank
 from baton.planning.model_shape import ModelShape
 from baton.planning.planner import ChainPlanner
-from baton.planning.step_times import nominal_steps
 from baton.types import TokenRange
 
 SHAPE = ModelShape(32, 4096, 32, 8, 128, ffn=14336, vocab=32000)
@@ -25,18 +23,21 @@ def measured(card: str, case: str, metric: str) -> float:
     return next(float(row["value"]) for row in rows if (row["case"], row["metric"]) == (case, metric))
 
 
+def planner_of(card: str) -> ChainPlanner:
+    """The planner of one rank on the card, by the card's data sheet."""
+    return ChainPlanner(ModelCosts.of(SHAPE, gpu_rank(CARDS[card], 2)), max_ranks=1, max_tokens=8192)
+
+
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize(("batch", "context"), [(16, 4096), (64, 1024)])
 def test_steps_are_those_that_were_measured(card: str, batch: int, context: int) -> None:
-    steps = nominal_steps("7b", card, SHAPE, gpu_rank(CARDS[card], 2))
     taken_ms = measured(card, f"batch={batch},context={context},model=7b", "step_ms")
-    assert 1e3 * steps.step_s(batch, context) == pytest.approx(taken_ms, rel=0.15)
+    assert 1e3 * planner_of(card).step_s(batch, context) == pytest.approx(taken_ms, rel=0.15)
 
 
 @pytest.mark.parametrize("card", CARDS)
 def test_a_prefill_is_the_one_that_was_measured(card: str) -> None:
-    calibration = nominal("7b", card, SHAPE, gpu_rank(CARDS[card], 2))
-    predicted_ms = 1e3 * ChainPlanner(calibration, max_ranks=1, max_tokens=8192).ttft_s([TokenRange(0, 8192)])
+    predicted_ms = 1e3 * planner_of(card).ttft_s([TokenRange(0, 8192)])
     assert predicted_ms == pytest.approx(measured(card, "tokens=8192,model=7b", "prefill_ms"), rel=0.15)
 
 
@@ -48,13 +49,11 @@ def test_what_one_card_reaches_predicts_the_other(known: str, other: str) -> Non
 
     def step_ratio(card: str, batch: int, context: int) -> float:
         """Measured over predicted time in which a step reads memory."""
-        steps = nominal_steps("7b", card, SHAPE, gpu_rank(CARDS[card], 2))
         taken_s = measured(card, f"batch={batch},context={context},model=7b", "step_ms") / 1e3
-        return (taken_s - fixed_s) / (steps.step_s(batch, context) - fixed_s)
+        return (taken_s - fixed_s) / (planner_of(card).step_s(batch, context) - fixed_s)
 
     def prefill_ratio(card: str) -> float:
-        calibration = nominal("7b", card, SHAPE, gpu_rank(CARDS[card], 2))
-        predicted_s = ChainPlanner(calibration, max_ranks=1, max_tokens=8192).ttft_s([TokenRange(0, 8192)])
+        predicted_s = planner_of(card).ttft_s([TokenRange(0, 8192)])
         return measured(card, "tokens=8192,model=7b", "prefill_ms") / 1e3 / predicted_s
 
     mean_ratio = sum(step_ratio(known, *case) for case in cases) / len(cases)

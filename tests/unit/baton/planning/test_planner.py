@@ -9,15 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidArgumentError
-from baton.planning.calibration import Calibration, nominal
 from baton.planning.chain.search import search
 from baton.planning.chain.wavefront import chain_ttft
 from baton.planning.cost_model import BATON, CostModel, LinkModel
 from baton.planning.device_profile import nominal_core
-from baton.planning.hardware import cpu_rank
+from baton.planning.hardware import ModelCosts, cpu_rank
 from baton.planning.local_prefill import LocalPrefill
 from baton.planning.planner import ChainPlanner
-from baton.planning.step_times import nominal_steps
+from baton.planning.work_cost import WorkCost
 from baton.results.prefill_trace import RankTiming
 from baton.types import TokenRange
 from baton_lab.study.known_models import SHAPES
@@ -25,7 +24,7 @@ from tests.support.clusters.planners import deciding_planner, planner_of
 from tests.support.wavefront import reference
 
 SHAPE = SHAPES["smollm2-135m"]
-ASSUMED = nominal("smollm2-135m", "a core", SHAPE, cpu_rank(1, SHAPE.dtype_bytes))
+ASSUMED = ModelCosts.of(SHAPE, cpu_rank(1, SHAPE.dtype_bytes))
 BETWEEN_KNOTS = (24, 90, 300, 1400, 6000)
 SLOW = CostModel(num_layers=10, linear_s=1e-3, pair_s=0.0, kv_bytes=100, link=LinkModel(0.5, 1e3))
 """On a link that carries a token a second."""
@@ -36,8 +35,8 @@ def assumed_planner() -> ChainPlanner:
     return ChainPlanner(ASSUMED, max_ranks=4, max_tokens=8192)
 
 
-def over(link: LinkModel, calibration: Calibration = ASSUMED) -> Calibration:
-    return dataclasses.replace(calibration, cost=dataclasses.replace(calibration.cost, link=link))
+def over(link: LinkModel) -> ModelCosts:
+    return dataclasses.replace(ASSUMED, prefill=dataclasses.replace(ASSUMED.prefill, link=link))
 
 
 def lengths(chunks: tuple[TokenRange, ...]) -> tuple[int, ...]:
@@ -60,13 +59,13 @@ def test_any_prompt_is_covered_in_order(cached: int, num_tokens: int, num_ranks:
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_chunks_are_within_three_percent_of_the_search(num_tokens: int, num_ranks: int) -> None:
     planned = assumed_planner().ttft_s(assumed_planner().chunks(behind(0, num_tokens), num_ranks))
-    searched = chain_ttft(search(num_tokens, num_ranks, ASSUMED.cost, BATON), ASSUMED.cost, BATON)
+    searched = chain_ttft(search(num_tokens, num_ranks, ASSUMED.prefill, BATON), ASSUMED.prefill, BATON)
     assert planned <= 1.03 * float(searched)
 
 
 @pytest.mark.parametrize("cached", [100, 2000, 30_000])
 @pytest.mark.parametrize("num_tokens", [300, 3000])
-@pytest.mark.parametrize("link", [ASSUMED.cost.link, LinkModel(1e-3, 1e8)], ids=["loopback", "slow"])
+@pytest.mark.parametrize("link", [ASSUMED.prefill.link, LinkModel(1e-3, 1e8)], ids=["loopback", "slow"])
 def test_behind_a_cached_prefix_too(cached: int, num_tokens: int, link: LinkModel) -> None:
     planner = ChainPlanner(over(link), max_ranks=3, max_tokens=4096)
     planned = planner.ttft_s(planner.chunks(behind(cached, num_tokens), 3))
@@ -86,7 +85,7 @@ def test_predictions_are_the_wavefronts(cached: int, chunks: list[int]) -> None:
     edges = list(itertools.accumulate(chunks, initial=cached))
     ranges = [TokenRange(*edge) for edge in itertools.pairwise(edges)]
     ttft_s = assumed_planner().ttft_s(ranges)
-    assert ttft_s == pytest.approx(reference(chunks, ASSUMED.cost, BATON, cached=cached))
+    assert ttft_s == pytest.approx(reference(chunks, ASSUMED.prefill, BATON, cached=cached))
     ranks = assumed_planner().rank_s(ranges)
     assert max(ranks) <= ttft_s * (1 + 1e-9)
     assert assumed_planner().layer_s(ranges) * SHAPE.num_layers >= 0.999 * max(ranks)
@@ -94,12 +93,12 @@ def test_predictions_are_the_wavefronts(cached: int, chunks: list[int]) -> None:
 
 def test_a_lone_rank_computes_all_the_time() -> None:
     whole = assumed_planner().chunks(behind(0, 1000), 1)
-    assert assumed_planner().rank_s(whole) == pytest.approx((assumed_planner().ttft_s(whole) - ASSUMED.cost.head_s,))
+    assert assumed_planner().rank_s(whole) == pytest.approx((assumed_planner().ttft_s(whole) - ASSUMED.prefill.head_s,))
 
 
 def test_a_rank_before_the_last_ends_when_its_kv_has_left() -> None:
     cost = CostModel(2, linear_s=4.0, pair_s=0.0, kv_bytes=1, project_share=0.25, fixed_s=1.0)
-    planner = ChainPlanner(dataclasses.replace(ASSUMED, cost=cost), max_ranks=2, max_tokens=64)
+    planner = ChainPlanner(dataclasses.replace(ASSUMED, prefill=cost), max_ranks=2, max_tokens=64)
     first, last = planner.rank_s((TokenRange(0, 10), TokenRange(10, 20)))
     assert first == (1 + 40) + (1 + 10)
     assert last == (1 + 40) + (1 + 10 + 3)
@@ -111,15 +110,16 @@ def test_a_slow_message_counts_as_a_long_layer() -> None:
     assert planner.layer_s(planner.chunks(behind(0, 64), 1)) < 0.5
 
 
-def test_another_calibration_counts_from_when_it_is_given() -> None:
+def test_a_planner_begins_with_its_nominal_costs() -> None:
     planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512)
+    assert planner.nominal is ASSUMED
+    assert planner.cost == ASSUMED.prefill
+    assert planner.step_s(3, 500) == ASSUMED.step.plain_s(3, 500)
+    slow = ChainPlanner(over(LinkModel(1e-3, 1e6)), max_ranks=2, max_tokens=512)
     tokens = behind(0, 512)
-    before = planner.chunks(tokens, 2), planner.ttft_s(planner.chunks(tokens, 2))
-    slow = over(LinkModel(1e-3, 1e6))
-    planner.adopt(planner.search(slow))
-    assert planner.calibration is slow
-    assert planner.chunks(tokens, 2)[0].end < before[0][0].end
-    assert planner.ttft_s(planner.chunks(tokens, 2)) > before[1]
+    chunks, slow_chunks = planner.chunks(tokens, 2), slow.chunks(tokens, 2)
+    assert slow_chunks[0].end < chunks[0].end
+    assert slow.ttft_s(slow_chunks) > planner.ttft_s(chunks)
 
 
 @pytest.mark.parametrize(("max_ranks", "max_tokens", "name"), [(0, 10, "max_ranks"), (1, 0, "max_tokens")])
@@ -169,17 +169,19 @@ def test_nominal_costs_are_scaled_by_what_jobs_took_and_chunks_stay() -> None:
     assert planner.ttft_s(chunks[0]) == pytest.approx(after[0][0])  # nominal costs are compared with, not scaled ones
 
 
-def test_another_calibration_is_scaled_by_later_jobs_alone_and_a_measured_one_never() -> None:
+def test_every_planner_learns_and_its_nominal_costs_and_knots_stay() -> None:
     planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512)
-    planner.observe("chain", done(planner, 400, slower=3.0))
-    planner.adopt(planner.search(ASSUMED))
-    assert planner.cost == ASSUMED.cost
+    table, step_s = planner.table, planner.step_s(3, 500)
+    planner.observe("chain", ())
+    assert planner.cost == ASSUMED.prefill
     planner.observe("chain", done(planner, 2800, slower=2.0))
-    assert planner.cost.linear_s == pytest.approx(2 * ASSUMED.cost.linear_s, rel=1e-3)
-    measured = dataclasses.replace(ASSUMED, prefill_points=((1.0, 1.0),))
-    planner.adopt(planner.search(measured))
-    planner.observe("chain", done(planner, 400, slower=3.0))
-    assert planner.cost == ASSUMED.cost
+    assert planner.cost.linear_s == pytest.approx(2 * ASSUMED.prefill.linear_s, rel=1e-3)
+    assert planner.cost.link == ASSUMED.prefill.link
+    assert (planner.nominal, planner.table, planner.step_s(3, 500)) == (ASSUMED, table, step_s)
+    again = ChainPlanner(planner.nominal, max_ranks=2, max_tokens=512, table=planner.table)
+    assert again.cost == ASSUMED.prefill  # observations are lost with the planner
+    again.observe("chain", done(again, 2800, slower=3.0))
+    assert again.cost.linear_s == pytest.approx(3 * ASSUMED.prefill.linear_s, rel=1e-3)
 
 
 def test_what_a_short_job_took_besides_is_a_part_of_every_job() -> None:
@@ -191,15 +193,6 @@ def test_what_a_short_job_took_besides_is_a_part_of_every_job() -> None:
         planner.observe("chain", [dataclasses.replace(rank, end_ns=rank.end_ns + 300_000_000) for rank in job])
     after = [planner.ttft_s(each) for each in (short, long)]
     assert after == pytest.approx([1.5 * each + 0.3 for each in before], rel=0.02)
-
-
-def test_what_was_searched_counts_when_it_is_adopted() -> None:
-    planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512)
-    slow = over(LinkModel(1e-3, 1e6))
-    basis = planner.search(slow)
-    assert planner.calibration is ASSUMED
-    planner.adopt(basis)
-    assert planner.calibration is slow
 
 
 def pushed(end_ns: int, push_end_ns: int, num_bytes: int) -> RankTiming:
@@ -253,9 +246,7 @@ def test_a_generation_group_s_prefill_is_a_rank_s_at_its_speed_between_steps() -
 
 def local_planner() -> ChainPlanner:
     """A planner by nominal costs, which jobs correct."""
-    planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512, local=LocalPrefill(1.0, 256))
-    planner.use_steps(nominal_steps("smollm2-135m", "a core", SHAPE, cpu_rank(1, SHAPE.dtype_bytes)))
-    return planner
+    return ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512, local=LocalPrefill(1.0, 256))
 
 
 def test_what_a_local_prefill_took_is_corrected_once() -> None:
@@ -265,8 +256,7 @@ def test_what_a_local_prefill_took_is_corrected_once() -> None:
     assert planner.local_s(tokens, 0.0) == pytest.approx((3 * nominal_s, 0.0), rel=0.02)  # nothing else is known yet
     planner.observe_local(tokens, 3 * nominal_s)
     assert planner.local_s(tokens, 0.0) == pytest.approx((3 * nominal_s, 0.0), rel=0.02)
-    planner.adopt(planner.search(ASSUMED))
-    assert planner.local_s(tokens, 0.0) == pytest.approx((nominal_s, 0.0))
+    assert local_planner().local_s(tokens, 0.0) == pytest.approx((nominal_s, 0.0))  # another one has seen nothing
 
 
 def test_a_local_prefill_that_was_slow_once_is_believed_in_again() -> None:
@@ -297,17 +287,33 @@ def test_a_planner_of_knots_that_were_searched_before_plans_alike() -> None:
 def test_workers_on_another_device_have_a_planner_of_their_own() -> None:
     core = nominal_core(2)
     here, there = dataclasses.replace(core, name="here"), dataclasses.replace(core, name="there")
-    planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512, devices=frozenset({"here"}))
-    planner.use_steps(nominal_steps("smollm2-135m", "a core", SHAPE, cpu_rank(1, SHAPE.dtype_bytes)))
+    planner = ChainPlanner(
+        ASSUMED, max_ranks=2, max_tokens=512, local=LocalPrefill(0.5, 256, 0.25), devices=frozenset({"here"})
+    )
     assert planner.for_device(here) is planner
-    other = planner.for_device(there, is_only=True)
+    other = planner.for_device(there)
     assert other is planner.for_device(there) is not planner
-    assert other.cost == nominal("", "", SHAPE, there.hardware).cost
-    assert other.steps is not None and other.steps.hardware == "there"
+    assert other.nominal == ModelCosts.of(SHAPE, there.hardware)
+    assert other.local == LocalPrefill(1.0, 256, 0.25)  # ranks and engines with the same profile are equally fast
+    assert other.step_s(3, 500) == ModelCosts.of(SHAPE, there.hardware).step.plain_s(3, 500)
     assert planner.for_device(dataclasses.replace(there, is_measured=True)) is not other  # the rates may differ
     other.observe("chain", done(planner, 2800, slower=3.0))
-    assert planner.cost == ASSUMED.cost != other.cost
-    measured = dataclasses.replace(ASSUMED, prefill_points=((1.0, 1.0),))
-    planner.adopt(planner.search(measured))
-    assert planner.for_device(there, is_only=True) is planner  # on which it must have been measured
-    assert planner.for_device(there) is other
+    assert planner.cost == ASSUMED.prefill != other.cost
+    assert other.nominal.prefill.linear_s < other.cost.linear_s
+    assert ChainPlanner(ASSUMED, max_ranks=1, max_tokens=64).for_device(there).local is None
+
+
+def test_weights_have_the_same_size_on_every_device() -> None:
+    profile = nominal_core(2)
+    costs = ModelCosts.of(SHAPE, cpu_rank(4, 2), bytes_per_weight=1)
+    other = ChainPlanner(costs, max_ranks=1, max_tokens=64).for_device(profile)
+    assert other.nominal == ModelCosts.of(SHAPE, profile.hardware, bytes_per_weight=1)
+    full = ChainPlanner(ASSUMED, max_ranks=1, max_tokens=64).for_device(profile)
+    assert (other.nominal.bytes_per_weight, full.nominal.bytes_per_weight) == (1, SHAPE.dtype_bytes)
+    assert other.nominal.step.step_s == pytest.approx(full.nominal.step.step_s / 2)
+    assert other.step_s(4, 100) < full.step_s(4, 100)
+
+
+def test_steps_take_what_their_nominal_cost_says() -> None:
+    planner = planner_of(SLOW, max_ranks=1, step=WorkCost(1.0, 0.5, 0.01, 9.0))
+    assert planner.step_s(4, 100) == pytest.approx(1.0 + 4 * 0.5 + 400 * 0.01)

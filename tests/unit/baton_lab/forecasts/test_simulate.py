@@ -1,20 +1,19 @@
 """`baton simulate`: tables that say what the cost model says, one-line refusals, a plot that is a PNG."""
 
 import re
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from baton.planning.calibration import save
 from baton.planning.chain.search import search
 from baton.planning.chain.wavefront import chain_ttft
 from baton.planning.cost_model import BATON, Kernel
-from baton.planning.hardware import derive
+from baton.planning.hardware import CPU_CORE, Hardware, derive
 from baton_lab.study.known_hardware import HARDWARE
 from baton_lab.study.known_models import SHAPES
 from baton_lab.study.peers import single
 from baton_lab.study.protocols import PAPER
-from tests.support.calibrating import calibrate
 from tests.support.wire.commands import Baton
 
 
@@ -66,15 +65,23 @@ def test_cached_tokens_and_push_take_longer(baton: Baton) -> None:
     assert pushed[5] == plain[5]
 
 
-def test_calibration_file_takes_the_place_of_model_and_hardware(baton: Baton, tmp_path: Path) -> None:
-    prefill = tuple((float(n), 0.02 + 2e-4 * n + 5e-8 * n * n) for n in (256, 512, 1024, 2048))
-    messages = tuple((float(size), 1e-4 + size / 2e9) for size in (1e4, 1e6, 1e8))
-    shape = SHAPES["smollm2-135m"]
-    made = calibrate("smollm2", "2 CPUs", shape, kernel=Kernel.CAUSAL, prefill_points=prefill, link_points=messages)
-    save(made, tmp_path / "here.json")
-    out = baton.shown(f"simulate --calibration {tmp_path / 'here.json'} --ranks 2 --contexts 1k")
-    assert "smollm2 on 2 CPUs, links 2 GB/s and 100 us" in out
-    assert numbers(out, "1024")[0][1] == pytest.approx(0.02 + 2e-4 * 1024 + 5e-8 * 1024**2, rel=0.01)
+def test_this_machine_is_predicted_by_its_rates(baton: Baton, keep_core: Callable[[Hardware], None]) -> None:
+    measured = replace(CPU_CORE, linear_flops=3e10, pair_flops=4e10)
+    for rates in (CPU_CORE, measured):  # nominal ones until some are measured
+        out = baton.shown("simulate --model smollm2-135m --hardware here --ranks 2 --contexts 1k")
+        assert "smollm2-135m on here, links 2 GB/s and 100 us" in out
+        alone_s = single(1024, derive(SHAPES["smollm2-135m"], rates), Kernel.CAUSAL)
+        assert numbers(out, "1024")[0][1] == pytest.approx(alone_s, rel=1e-3)
+        keep_core(measured)
+
+
+@pytest.mark.usefixtures("keep_core")
+def test_rates_that_are_given_replace_those_of_this_machine(baton: Baton) -> None:
+    model = "simulate --model smollm2-135m --ranks 2 --contexts 1k"
+    rates = "--linear-tflop-s 0.5 --attention-tflop-s 0.25 --link-gb-s 3"
+    here, core = (numbers(baton.shown(f"{model} --hardware {name} {rates}"), "1024") for name in ("here", "cpu-core"))
+    assert here == core
+    assert here != numbers(baton.shown(f"{model} --hardware here"), "1024")
 
 
 @pytest.mark.parametrize(
@@ -93,8 +100,6 @@ def test_calibration_file_takes_the_place_of_model_and_hardware(baton: Baton, tm
         ("--shape num_layers", "--shape: 'num_layers' is not FIELD=NUMBER"),
         ("--shape num_layers=2", "--shape: hidden is missing"),
         ("--shape depth=2", "--shape: depth is not a field"),
-        ("--calibration no.json", "no.json: cannot be read (No such file or directory)"),
-        ("--calibration no.json --hardware cpu-core", "--calibration and --hardware say the same: leave one out"),
         ("--shape num_layers=2 --model llama-7b", "--shape and --model say the same"),
         ("--contexts 64 --ranks 2 --plot plot.jpg", "--plot = 'plot.jpg': the plot is a PNG"),
         ("--contexts 64 --ranks 2 --plot no/folder/plot.png", "cannot be written (No such file or directory)"),

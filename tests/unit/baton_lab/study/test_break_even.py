@@ -10,10 +10,7 @@ import pytest
 from baton.errors import InvalidArgumentError
 from baton.planning.cost_model import CostModel, LinkModel
 from baton.planning.local_prefill import LocalPrefill
-from baton.planning.model_shape import ModelShape
 from baton.planning.planner import ChainPlanner
-from baton.planning.step_times import StepTimes
-from baton.planning.work_cost import WorkCost
 from baton_lab.study.break_even import BreakEven, Demand, Pools, Side, Span
 from tests.support.clusters.planners import deciding_planner, linear_planner, planner_of
 
@@ -27,9 +24,7 @@ ALONE_S = 0.0901
 def over(link: LinkModel, *, speed: float = 1.0, kv_bytes: int = 0, max_ranks: int = 1) -> ChainPlanner:
     """The planner of this page, with that link, and engines that compute at `speed` times a rank's."""
     cost = CostModel(num_layers=10, linear_s=1e-4, pair_s=0.0, kv_bytes=kv_bytes, project_share=0.0, link=link)
-    shape = ModelShape(num_layers=1, hidden=4, num_heads=1, num_kv_heads=1, head_dim=4, ffn=4, vocab=4)
-    steps = StepTimes("by hand", "none", shape, WorkCost(0.02, 0.0, 0.0, 0.0))
-    return planner_of(cost, max_ranks=max_ranks, steps=steps, local=LocalPrefill(speed, 256))
+    return planner_of(cost, max_ranks=max_ranks, local=LocalPrefill(speed, 256))
 
 
 def first(side: Side) -> float:
@@ -130,7 +125,10 @@ def test_prompts_of_which_neither_side_carries_any() -> None:
         (lambda: Pools(num_ranks=0), "num_ranks = 0 is out of range"),
         (lambda: replace(DEMAND, rate=-1.0), "rate = -1.0 is out of range"),
         (lambda: replace(DEMAND, prompt_tokens=0), "prompt_tokens = 0 is out of range"),
-        (lambda: BreakEven(linear_planner(), ONE_OF_EACH), "the planner has no step times"),
+        (
+            lambda: BreakEven(linear_planner(), ONE_OF_EACH),
+            "the planner has no configuration of local prefill",
+        ),
         (lambda: BreakEven(deciding_planner(), Pools()), "num_ranks = 2: the planner plans 1 at most"),
     ],
 )

@@ -1,10 +1,13 @@
 """`baton simulate-traffic`: a table, JSON, a plot, and refusals in one line."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from baton.planning.hardware import Hardware
+from baton_lab.study.known_hardware import HARDWARE
 from tests.support.folders import DATA
 from tests.support.wire.commands import Baton
 
@@ -52,6 +55,21 @@ def test_the_plot_is_a_png(baton: Baton, tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_this_machine_is_simulated_by_its_rates(
+    baton: Baton, tmp_path: Path, keep_core: Callable[[Hardware], None]
+) -> None:
+    def results(hardware: str) -> dict[str, object]:
+        path = tmp_path / "runs.json"
+        model = f"--model smollm2-135m --hardware {hardware}"
+        baton.shown(f"simulate-traffic --trace steady --rate 2 --seconds 10 --groups 2:1 {model} --json {path}")
+        found: dict[str, object] = json.loads(path.read_text())
+        return found
+
+    assert results("here") == results("cpu-core")  # nothing was measured yet
+    keep_core(HARDWARE["h100-flash"])
+    assert results("here") == results("h100-flash") != results("cpu-core")
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -62,7 +80,7 @@ def test_the_plot_is_a_png(baton: Baton, tmp_path: Path) -> None:
         ("--load -1", "--load = '-1'"),
         ("--rate 1 --load 1", "--rate and --load"),
         ("--trace nowhere.csv", "nowhere.csv: cannot be read"),
-        ("--step-times x.json", "--calibration and --step-times"),
+        ("--hardware abacus", "hardware = 'abacus' is unknown: use one of a100-eager"),
         ("--ttft 0", "--ttft = '0'"),
         ("--ttft 0.0001", "no rate meets the targets"),
         ("--model gpt-5", "model = 'gpt-5'"),

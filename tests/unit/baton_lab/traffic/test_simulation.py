@@ -6,12 +6,8 @@ import statistics
 import numpy as np
 import pytest
 
-from baton.planning.calibration import Calibration, nominal
 from baton.planning.cost_model import CostModel
-from baton.planning.step_times import StepTimes
 from baton.planning.work_cost import WorkCost
-from baton_lab.study.known_hardware import hardware_of
-from baton_lab.study.known_models import SHAPES
 from baton_lab.traffic.results import Results, Targets
 from baton_lab.traffic.service import GroupSizes, RecallingPlanner
 from baton_lab.traffic.simulation import UNBOUNDED, Simulation
@@ -19,7 +15,7 @@ from baton_lab.traffic.traces.generators import Lengths, bursty, steady
 from baton_lab.traffic.traces.trace import Trace
 from orchestrator.autoscaling.queueing import wait_for_servers
 from orchestrator.requests.config import OrchestratorConfig
-from tests.support.clusters.planners import traffic_planner
+from tests.support.clusters.planners import costs_of, traffic_planner
 
 TOKEN_S = 1e-3
 STEP_S = 0.01
@@ -30,12 +26,9 @@ FIRST_COME = dataclasses.replace(UNBOUNDED, elastic=False)
 
 def flat_planner(step: WorkCost | None = None) -> RecallingPlanner:
     """Return a planner by which a prompt takes `TOKEN_S` a token and a step `STEP_S` whatever is in it."""
-    shape, rates = SHAPES["smollm2-135m"], hardware_of("cpu-core")
     cost = CostModel(NUM_LAYERS, linear_s=TOKEN_S / NUM_LAYERS, pair_s=0.0, kv_bytes=0, project_share=1.0)
-    origin = nominal("flat", "none", shape, rates)
-    calibration = Calibration("flat", "none", origin.kernel, shape, (), (), cost)
-    steps = StepTimes("flat", "none", shape, step or WorkCost(STEP_S, 0.0, 0.0, 0.0))
-    return RecallingPlanner(calibration, max_ranks=1, max_tokens=4096, steps=steps)
+    costs = costs_of(cost, step or WorkCost(STEP_S, 0.0, 0.0, 0.0))
+    return RecallingPlanner(costs, max_ranks=1, max_tokens=4096)
 
 
 def simulate(

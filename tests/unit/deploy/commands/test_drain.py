@@ -10,17 +10,13 @@ import pytest
 
 from baton import __version__
 from baton.calls.cluster_state import GenerationStatus, GroupState
-from baton.planning.hardware import cpu_rank
-from baton.planning.step_times import nominal_steps
 from baton.sampling_params import SamplingParams
-from baton_lab.study.known_models import SHAPES
 from deploy.commands.cluster_secrets import keep_secrets
 from deploy.commands.group_admin import left_of
 from deploy.commands.record import ClusterRecord, process_start, record_path
 from tests.support.clusters.clients import HOST
 from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.clusters.on_ray.ray_clusters import share_measurements
-from tests.support.clusters.planners import linear_planner, planner_of
 from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
 from tests.support.wire.commands import Baton, Run
@@ -54,10 +50,7 @@ UNREACHABLE = f"no orchestrator answers at {HOST}:1 within 5 s: name one that is
 async def shell(cache: Path, known: None, baton: Baton) -> AsyncIterator[Shell]:
     """Of a cluster named mine, with two generation groups behind one rank."""
     share_measurements(cache)
-    shape = SHAPES["smollm2-135m"]
-    planner = planner_of(linear_planner().cost)
-    planner.use_steps(nominal_steps("tiny", "here", shape, cpu_rank(1, shape.dtype_bytes)))
-    async with cluster(num_ranks=1, num_groups=2, num_slots=2, planner=planner) as running:
+    async with cluster(num_ranks=1, num_groups=2, num_slots=2) as running:
         made = Shell(running, baton)
         pid = os.getpid()
         ClusterRecord("mine", pid, process_start(pid), f"{HOST}:1", "", made.target).save()
@@ -120,13 +113,11 @@ async def test_mistakes_are_said_in_one_line(shell: Shell, arguments: tuple[str,
     assert await shell.run("drain", *arguments) == Run(status, "", f"baton: {text}\n")
 
 
-async def test_status_shows_slots_memory_predictions_and_metrics(shell: Shell) -> None:
+async def test_status_shows_processors_slots_memory_and_metrics(shell: Shell) -> None:
     shown = await shell.run("status", "mine")
     assert (shown.status, shown.err) == (0, "")
-    first, calibration, steps, processors, metrics, *tables = shown.out.splitlines()
+    first, processors, metrics, *tables = shown.out.splitlines()
     assert first == f"cluster mine on {shell.target}: 0 running, 0 queued with 0 prompt tokens"
-    assert calibration.startswith("predictions by calibration ") and "measured" in calibration
-    assert steps.endswith(": nominal rates: `baton calibrate --generate` measures them")
     assert processors.startswith("chain, group-0, group-1 on ")
     assert metrics == f"metrics on http://{HOST}:{shell.cluster.server.metrics_port}/metrics"
     slots = next(line.split() for line in tables if line.split()[:2] == ["group-1", "slots"])

@@ -62,12 +62,6 @@ async def test_a_drain_needs_an_operators_key(guarded: BareCluster, baton: Baton
         ),
         ("status mine", 1, "does not answer (UNAUTHENTICATED; give a key by --api-key-env)"),
         ("status mine --api-key-env ACME_KEY", 0, "group-0"),
-        ("calibrate mine", 1, "the call has no API key"),
-        (
-            "calibrate mine --lengths 20 --api-key-env OPERATOR_KEY",
-            2,
-            "--lengths 20: one length cannot separate the costs",
-        ),
         ("drain group-0 mine --api-key-env NO_SUCH_KEY", 2, "environment variable NO_SUCH_KEY is not set: export it"),
     ],
 )

@@ -49,14 +49,11 @@ def test_a_bare_word_is_a_string(assignment: str, value: str) -> None:
     assert load_config(None, [assignment]).model.name == value
 
 
-def test_a_calibration_file_is_named_from_where_the_command_was_typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_named_from_where_the_command_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert load_config(None, ["prefill.calibration=costs.json"]).prefill.calibration == str(tmp_path / "costs.json")
     found = load_config(None, ["generate.residency=infinigen", "generate.selection_file=found"]).generate
     assert (found.residency, found.selection_file) == ("infinigen", str(tmp_path / "found"))
-    assert load_config(None, []).prefill.calibration == ""
+    assert load_config(None, []).generate.selection_file == ""
 
 
 def test_whole_numbers_are_taken_for_seconds() -> None:

@@ -18,7 +18,6 @@ from baton.planning.hardware import CPU_CORE, Hardware, cpu_rank
 from baton.planning.model_shape import ModelShape
 from baton.settings.place import WorkerPlace
 from deploy.machine import device_profile, prefill_rates
-from deploy.machine.calibrations import nominal_calibration, nominal_step_times, rates_of
 from deploy.machine.device_profile import (
     Half,
     keep_missing,
@@ -31,6 +30,7 @@ from deploy.machine.device_profile import (
     must_measure,
     worker_profile,
 )
+from deploy.machine.planners import cpu_costs
 from deploy.machine.resolved_model import ResolvedModel
 from tests.support.models.config_folders import SMALL, write_config
 
@@ -75,31 +75,25 @@ def keep(profile: DeviceProfile, *, device: str = "cpu", gpu: str = "") -> None:
 
 def test_without_a_measurement_rates_are_assumed(quota: Callable[[float], None]) -> None:
     assert kept_profile("cpu", 2) is None
-    assert rates_of("cpu", 2, 2) == cpu_rank(2, 2) and rates_of("auto", 1, 4) == cpu_rank(1, 4)
+    assert local_profile("cpu", 2, 2).hardware == cpu_rank(2, 2)
+    assert local_profile("auto", 1, 4).hardware == cpu_rank(1, 4)
     profile = local_profile("cpu", 2, 2)
     assert (profile.name, profile.is_measured) == (f"{processor_kind()}, 2 threads", False)
 
 
 def test_predictions_begin_with_what_was_kept(model: ResolvedModel, quota: Callable[[float], None]) -> None:
-    assumed, assumed_steps = nominal_calibration(model, "bfloat16", 2), step_s(model)
+    assumed = cpu_costs(model, "bfloat16", 2)
     keep(PROFILE)
-    made = nominal_calibration(model, "bfloat16", 2)
-    assert made.cost.linear_s == pytest.approx(assumed.cost.linear_s * cpu_rank(2, 2).linear_flops / 2e11)
-    assert made.cost.pair_s == pytest.approx(assumed.cost.pair_s * cpu_rank(2, 2).pair_flops / 1e11)
-    assert made.fingerprint == assumed.fingerprint and not made.is_measured
-    assert step_s(model) != assumed_steps
+    made = cpu_costs(model, "bfloat16", 2)
+    assert made.prefill.linear_s == pytest.approx(assumed.prefill.linear_s * cpu_rank(2, 2).linear_flops / 2e11)
+    assert made.prefill.pair_s == pytest.approx(assumed.prefill.pair_s * cpu_rank(2, 2).pair_flops / 1e11)
+    assert made.step != assumed.step
 
 
-def step_s(model: ResolvedModel) -> float:
-    return nominal_step_times(model, "bfloat16", 2, residency="device").step_s(4, 100)
-
-
-def test_predictions_for_a_gpu_begin_with_what_was_kept_for_a_gpu_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = iter(["NVIDIA H200", "NVIDIA H100"])
-    monkeypatch.setattr("deploy.machine.calibrations.gpu_name", lambda: next(names))
+def test_predictions_for_a_gpu_begin_with_what_was_kept_for_a_gpu_of_its_name() -> None:
     keep(GPU, device="cuda", gpu="NVIDIA H200")
-    assert rates_of("cuda", 1, 2) == GPU.hardware != gpu_rank("NVIDIA H200", 2)
-    assert rates_of("cuda", 1, 2) == gpu_rank("NVIDIA H100", 2)
+    rates = [local_profile("cuda", 1, 2, gpu=f"NVIDIA {name}").hardware for name in ("H200", "H100")]
+    assert rates == [GPU.hardware, gpu_rank("NVIDIA H100", 2)] and rates[0] != gpu_rank("NVIDIA H200", 2)
 
 
 def test_threads_share_the_memory() -> None:

@@ -4,11 +4,9 @@ import dataclasses
 
 import pytest
 
-from baton.planning.calibration import nominal
 from baton.planning.cost_model import LinkModel
 from baton.planning.gpus import gpu_rank
-from baton.planning.hardware import CPU_CORE, cpu_rank
-from baton.planning.step_times import nominal_steps
+from baton.planning.hardware import CPU_CORE, ModelCosts, cpu_rank
 from baton_lab.study.known_models import SHAPES
 from deploy.machine.pool_plans import MOST_RANKS, Costs, PoolPlan, best_plan, core_plans, gpu_plans, reason_for
 
@@ -19,11 +17,7 @@ SHARED = 1e10
 
 
 def costs(bandwidth: float = SHARED) -> Costs:
-    return Costs(
-        prefill=lambda threads: nominal("smollm2-135m", "here", SHAPE, cpu_rank(threads, 2, CORE, bandwidth)),
-        steps=lambda threads: nominal_steps("smollm2-135m", "here", SHAPE, cpu_rank(threads, 2, CORE, bandwidth)),
-        num_slots=16,
-    )
+    return Costs(lambda threads: ModelCosts.of(SHAPE, cpu_rank(threads, 2, CORE, bandwidth)), num_slots=16)
 
 
 def test_every_core_has_one_thread() -> None:
@@ -65,7 +59,7 @@ def test_of_ways_that_serve_alike_the_first_token_decides() -> None:
 def test_a_request_together_takes_its_prefill_and_its_share_of_the_steps() -> None:
     made = costs()
     plan = made.together(1, 2)
-    steps_s = 128 * made.steps(2).step_s(16, 1024 + 64) / 16
+    steps_s = 128 * made.of(2).step.plain_s(16, 1024 + 64) / 16
     assert 1 / plan.requests_per_s == pytest.approx(plan.first_token_s + steps_s)
 
 
@@ -78,9 +72,8 @@ def test_a_way_says_what_it_is() -> None:
 
 def gpu_costs(push: LinkModel | None = None) -> Costs:
     """Costs of a model of 8 billion weights on an L4."""
-    shape, rates = SHAPES["llama-3.1-8b"], gpu_rank("NVIDIA L4", 2)
-    calibration, steps = nominal("8b", "here", shape, rates), nominal_steps("8b", "here", shape, rates)
-    return Costs(lambda _: calibration, lambda _: steps, 16, unit="GPU", push=push)
+    costs = ModelCosts.of(SHAPES["llama-3.1-8b"], gpu_rank("NVIDIA L4", 2))
+    return Costs(lambda _: costs, 16, unit="GPU", push=push)
 
 
 @pytest.mark.parametrize(("num_gpus", "number"), [(1, 1), (2, 2), (4, 6), (8, 17)])

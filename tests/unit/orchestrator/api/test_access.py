@@ -35,7 +35,7 @@ CONFIGS = {
     "no keys": Tenants(),
 }
 OPEN = ("Check", "Watch", "List")
-OPERATED = ("Drain", "Undrain", "StandIn", "Flip", "GetTrace", "UseCalibration", "UseStepTimes")
+OPERATED = ("Drain", "Undrain", "StandIn", "Flip", "GetTrace")
 IDENTIFYING = ("Generate", "GetRequests")
 
 Outcome = str | grpc.StatusCode
@@ -47,8 +47,6 @@ def expected(config: str, method: MethodDescriptor, key: str, is_member: bool) -
         return PASSED
     if method.name in OPERATED:
         return _expected_of_operation(config, key, is_member)
-    if method.containing_service.name == "Planning":
-        return PASSED if is_member else UNKNOWN
     if config == "keys required":
         return UNKNOWN if key in ("no key", "a wrong key") else PASSED
     # These look at keys by themselves, where tenants have any; all else is for everybody.

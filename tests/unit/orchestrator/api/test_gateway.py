@@ -107,7 +107,7 @@ async def test_who_asks_is_passed_on(tokenizer: Tokenizer) -> None:
     assert passed == ["Bearer secret", "one", "thing"]
 
 
-@pytest.mark.parametrize("method", ["Admin/Drain", "Admin/Undrain", "Planning/UseCalibration", "Planning/GetStepTimes"])
+@pytest.mark.parametrize("method", ["Admin/Drain", "Admin/Undrain", "Admin/Flip", "Admin/GetTrace"])
 async def test_nothing_of_operators_is_passed_on(tokenizer: Tokenizer, method: str) -> None:
     """The orchestrator hears a gateway of its own machine, whoever its client is."""
     async with (

@@ -61,7 +61,7 @@ class Life:
             host=HOST,
             port=port,
             metrics_port=metrics_port,
-            predictions=predictions_to_proto(linear_planner(), None),
+            predictions=predictions_to_proto(linear_planner()),
         )
         with translate_rpc_errors():
             status = await self._stub.Serve(request, timeout=timeout_s)

@@ -9,21 +9,23 @@ from wsgiref.simple_server import WSGIServer
 
 import pytest
 
-from baton.calls.cluster_state import ClusterState
+from baton.calls.cluster_state import ClusterState, StepSample
 from baton.errors import BatonError, ConfigError, InvalidArgumentError, ResourceExhaustedError
-from baton.planning.hardware import cpu_rank
-from baton.planning.step_times import nominal_steps
+from baton.planning.step_cost import LearntCosts
+from baton.planning.work_cost import WorkCost
+from baton.process.clock import SystemClock
 from baton.results.prefill_trace import PrefillTrace, RankTiming
 from baton.results.stages import first_token_stages
 from baton.results.timings import Timings
 from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
-from baton_lab.study.known_models import SHAPES
+from orchestrator.observability.journal import Journal
 from orchestrator.observability.metrics import Metrics
 from orchestrator.observability.metrics_server import MetricsServer
+from orchestrator.observability.traces import Traces
 from orchestrator.requests.config import AutoscalingConfig, OrchestratorConfig
 from tests.support.clusters.cluster import HASTY, cluster
-from tests.support.clusters.planners import deciding_planner, linear_planner, planner_of
+from tests.support.clusters.planners import deciding_planner
 from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
 from tests.support.folders import ROOT
@@ -100,17 +102,45 @@ STAGES = ("queue", "placement", "prefill", "transfer", "insert")
 
 
 async def test_steps_are_held_against_what_was_predicted_for_them() -> None:
-    planner = planner_of(linear_planner().cost)
-    shape = SHAPES["smollm2-135m"]
-    planner.use_steps(nominal_steps("tiny", "here", shape, cpu_rank(1, shape.dtype_bytes)))
     name = 'baton_predicted_over_measured_ratio_count{prediction="generation_step"}'
-    async with cluster(planner=planner) as made:
+    async with cluster() as made:
 
         async def after_another() -> dict[str, float]:
             await made.ask(made.request(prompt(40), PARAMS))  # steps between two looks at the group
             return await made.metrics()
 
-        await eventually(after_another, lambda seen: seen.get(name, 0) > 0)
+        seen = await eventually(after_another, lambda seen: seen.get(name, 0) > 0)
+        assert seen['baton_predicted_over_measured_ratio_sum{prediction="generation_step"}'] > 0
+
+
+STEP = StepSample(duration_s=0.5, num_rows=4, context_tokens=100)
+COSTS = LearntCosts(WorkCost(0.2, 0.1, 1e-3, 9.0), WorkCost(9.0, 9.0, 9.0, 9.0), 9.0, 7)
+
+
+@pytest.mark.parametrize(
+    ("change", "costs", "ratios"),
+    [
+        ({}, COSTS, {"generation_step": (0.2 + 4 * 0.1 + 400 * 1e-3) / 0.5}),
+        ({}, None, {}),
+        ({"num_rows": 0}, COSTS, {}),
+        ({"num_prefill_tokens": 3}, COSTS, {}),
+        ({"num_drafts": 2, "predicted_s": 0.25}, COSTS, {"draft_round": 0.5}),
+        ({"num_drafts": 2, "predicted_s": 0.25}, None, {"draft_round": 0.5}),
+        ({"num_drafts": 2}, COSTS, {}),
+    ],
+    ids=["plain", "nothing learnt", "no rows", "with prefill", "drafts", "drafts alone", "drafts not predicted"],
+)
+def test_a_step_is_held_against_the_costs_of_its_group(
+    change: dict[str, float], costs: LearntCosts | None, ratios: dict[str, float]
+) -> None:
+    journal, step = Journal(SystemClock(), Traces()), StepSample()
+    step.CopyFrom(STEP)
+    for name, value in change.items():
+        setattr(step, name, value)
+    journal.stepped(step, costs)
+    (family,) = [each for each in journal.metrics.registry.collect() if "predicted_over_measured" in each.name]
+    sums = {each.labels["prediction"]: each.value for each in family.samples if each.name.endswith("_sum")}
+    assert sums == pytest.approx(ratios)
 
 
 async def test_rounds_of_drafts_are_held_against_what_their_group_predicted() -> None:

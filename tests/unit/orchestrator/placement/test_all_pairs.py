@@ -15,7 +15,6 @@ from baton.planning.device_profile import DeviceProfile
 from baton.planning.hardware import Hardware
 from baton.planning.local_prefill import LocalPrefill
 from baton.planning.planner import ChainPlanner
-from baton.planning.step_times import StepTimes
 from baton.planning.work_cost import WorkCost
 from baton.prefix_blocks import PromptBlocks
 from baton.sampling_params import SamplingParams
@@ -32,7 +31,7 @@ from orchestrator.requests.record import Attempt, RequestRecord
 from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 from tests.support.all_pairs import AllPairs, PairWay, cost_s
-from tests.support.clusters.planners import deciding_planner, planner_of
+from tests.support.clusters.planners import planner_of
 from tests.support.manual_clock import ManualClock, StoppedClock
 
 BLOCK = 16
@@ -40,7 +39,7 @@ LAYOUTS = ("old", "old", "old", "new")
 NODES = ("n0", "n1", "n2", "n3")
 PROMPT = tuple(range(200))
 LINK = LinkModel(2.3e-3, 2e7)
-STEPS = StepTimes("by hand", "none", deciding_planner().calibration.shape, WorkCost(0.0113, 3e-4, 1.3e-6, 0.0))
+STEP = WorkCost(0.0113, 3e-4, 1.3e-6, 0.0)
 KV_BYTES = 259
 """Of a token, in all layers."""
 PROFILES = (
@@ -56,7 +55,7 @@ def planner(bandwidth: float, local: LocalPrefill | None) -> ChainPlanner:
     cost = CostModel(
         7, linear_s=3.3e-5 * math.pi, pair_s=5.4e-9 * math.pi, kv_bytes=KV_BYTES // 7, head_s=3e-4, link=link
     )
-    return planner_of(cost, max_ranks=4, max_tokens=256, steps=STEPS, local=local)
+    return planner_of(cost, max_ranks=4, max_tokens=256, step=STEP, local=local)
 
 
 PLANNERS = [(speed, local) for speed in (2e7, 4.7e5, 2.9e5) for local in (None, LocalPrefill(0.61, 64))]

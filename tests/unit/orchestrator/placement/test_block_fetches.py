@@ -21,7 +21,7 @@ from orchestrator.placement.chooser import Chooser, Plan
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
-from tests.support.clusters.planners import deciding_planner, planner_of
+from tests.support.clusters.planners import planner_of
 from tests.support.manual_clock import ManualClock, StoppedClock
 
 HERE = GenerationGroup("here", "h:1", "layout", num_slots=8, max_slot_tokens=10_000, prefix_store="here")
@@ -42,7 +42,7 @@ def alone_s(num_tokens: int) -> float:
 
 def planner(bandwidth: float = 1e7) -> ChainPlanner:
     cost = CostModel(10, linear_s=1e-4, pair_s=0.0, kv_bytes=100, project_share=0.0, link=LinkModel(0.001, bandwidth))
-    return planner_of(cost, max_ranks=1, steps=deciding_planner().steps, local=LocalPrefill(1.0, 256))
+    return planner_of(cost, max_ranks=1, local=LocalPrefill(1.0, 256))
 
 
 def request(params: SamplingParams = PARAMS) -> RequestRecord:

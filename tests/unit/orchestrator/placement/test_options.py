@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from baton.planning.device_profile import nominal_core
+from baton.planning.planner import ChainPlanner
 from baton.planning.step_cost import LearntCosts
 from baton.planning.work_cost import WorkCost
 from baton.results.prefill_trace import PlacementTerms
@@ -149,19 +150,22 @@ def test_of_many_groups_those_with_the_prompt_s_blocks_and_the_least_load_are_pr
 def test_steps_are_predicted_by_the_costs_that_the_engine_has_learnt() -> None:
     members = members_of(A)
     context = Chooser(members, PLANNER, ManualClock(), OrchestratorConfig()).context
-    assert PLANNER.steps is not None
-    assert context.step_s(A, 4, 100) == PLANNER.steps.step_s(4, 100)
+    assert context.step_s(A, 4, 100) == PLANNER.step_s(4, 100)
     cost = WorkCost(step_s=1.0, token_s=0.5, key_s=0.01, pair_s=0.0)
-    for num_steps, step_s in ((31, PLANNER.steps.step_s(4, 100)), (32, 1.0 + 4 * 0.5 + 400 * 0.01)):
+    for num_steps, step_s in ((31, PLANNER.step_s(4, 100)), (32, 1.0 + 4 * 0.5 + 400 * 0.01)):
         members.step_costs["a"] = LearntCosts(cost, cost, 0.0, num_steps)
         assert context.step_s(A, 4, 100) == pytest.approx(step_s)
     assert context.step_s(A, 0, 100) == 0.0
 
 
-def test_groups_of_one_device_are_told_from_groups_of_several() -> None:
-    other = replace(B, profile=replace(nominal_core(2), name="other"))
-    assert ClusterView((P,), (A, B)).has_one_device(A)
-    assert not ClusterView((P,), (A, other)).has_one_device(A)
-    assert ClusterView((P,), (A, other)).has_one_device(P)
-    context = Chooser(members_of(A, other), PLANNER, ManualClock(), OrchestratorConfig()).context
-    assert context.planner_of(A) is PLANNER is not context.planner_of(other)
+def test_a_group_s_planner_is_that_of_its_device() -> None:
+    planner = ChainPlanner(PLANNER.nominal, max_ranks=1, max_tokens=64, devices=frozenset({"here"}))
+    here, there = (replace(nominal_core(2), name=name) for name in ("here", "there"))
+    a, b, p = replace(A, profile=here), replace(B, profile=there), replace(P, profile=there)
+    context = Chooser(members_of(a, b), planner, ManualClock(), OrchestratorConfig()).context
+    assert context.planner_of(A) is context.planner_of(a) is planner  # without a profile, that of the cluster
+    other = context.planner_of(b)
+    assert other is context.planner_of(p) is planner.for_device(there) is not planner
+    context.members.update(ClusterView((p,), (b,)))
+    assert context.planner_of(b) is other  # also where it is the only device
+    assert context.step_s(b, 4, 100) == other.step_s(4, 100) != planner.step_s(4, 100)

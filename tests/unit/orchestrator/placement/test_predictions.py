@@ -42,7 +42,7 @@ def alone_s(num_tokens: int) -> float:
 def planner_with_memory() -> ChainPlanner:
     """Return a planner that knows how much memory a token's KV takes. The group computes faster than a rank."""
     cost = CostModel(10, linear_s=1e-4, pair_s=0.0, kv_bytes=8)
-    return planner_of(cost, max_ranks=1, steps=deciding_planner().steps, local=LocalPrefill(2.0, 256))
+    return planner_of(cost, max_ranks=1, local=LocalPrefill(2.0, 256))
 
 
 def request(num_tokens: int, params: SamplingParams = PARAMS, first: int = 0) -> RequestRecord:

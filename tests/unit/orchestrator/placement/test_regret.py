@@ -11,16 +11,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from baton.planning.calibration import nominal
 from baton.planning.chain.partition_table import PartitionTable
 from baton.planning.cost_model import LinkModel
 from baton.planning.device_profile import DeviceProfile
 from baton.planning.gpus import gpu_rank
-from baton.planning.hardware import Hardware, cpu_rank
+from baton.planning.hardware import Hardware, ModelCosts, cpu_rank
 from baton.planning.local_prefill import LocalPrefill
 from baton.planning.planner import ChainPlanner
 from baton.planning.step_cost import LearntCosts
-from baton.planning.step_times import nominal_steps
 from baton.prefix_blocks import PromptBlocks
 from baton.results.prefill_trace import RankTiming
 from baton.sampling_params import SamplingParams
@@ -57,10 +55,9 @@ CONFIG = OrchestratorConfig(block_tokens=BLOCK)
 def planner_of(hardware: Hardware, name: str, table: PartitionTable | None = None) -> ChainPlanner:
     """The planner of a cluster of this device, with nominal costs."""
     return ChainPlanner(
-        nominal("model", name, SHAPE, hardware),
+        ModelCosts.of(SHAPE, hardware),
         max_ranks=2,
         max_tokens=8192,
-        steps=nominal_steps("model", name, SHAPE, hardware),
         local=LOCAL,
         table=table,
         devices=frozenset({name}),
@@ -91,10 +88,9 @@ def drawn(rng: random.Random, hardware: Hardware) -> Hardware:
 def planned_by(planner: ChainPlanner, members: Membership, clock: ManualClock) -> Chooser:
     """A chooser with a planner of its own, which has learnt nothing yet."""
     own = ChainPlanner(
-        planner.calibration,
+        planner.nominal,
         max_ranks=planner.max_ranks,
         max_tokens=planner.max_tokens,
-        steps=planner.steps,
         local=planner.local,
         table=planner.table,
         devices=planner.devices,
@@ -141,9 +137,8 @@ class Case:
                 true_s = truth.alone_s(tokens)
                 assert true_s is not None
                 belief.observe_local(tokens, true_s)
-                steps = truth.steps
-                assert steps is not None
-                costs = LearntCosts(steps.cost, steps.cost, steps.cost.token_s, 20)
+                step = truth.nominal.step
+                costs = LearntCosts(step, step, step.token_s, 20)
                 self.belief.context.members.step_costs[group.name] = costs
 
     def regret(self) -> float:

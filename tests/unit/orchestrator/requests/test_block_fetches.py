@@ -19,7 +19,7 @@ from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.cluster import BareCluster, cluster
-from tests.support.clusters.planners import deciding_planner, planner_of
+from tests.support.clusters.planners import planner_of
 from tests.support.clusters.turns import Turn, ask_turn
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.engines.prefixes import blocks_in, file_bytes, prefix_folder
@@ -40,7 +40,7 @@ def planner(bandwidth: float = 1e9) -> ChainPlanner:
     """Predicts 10 s for a token's computing, until groups turn out to be faster, by at most a factor of 32; and for its
     KV of 1,000 bytes, a link of so many bytes a second."""
     cost = CostModel(10, linear_s=1.0, pair_s=0.0, kv_bytes=100, link=LinkModel(0.0, bandwidth))
-    return planner_of(cost, steps=deciding_planner().steps, local=LocalPrefill(1.0, 256))
+    return planner_of(cost, local=LocalPrefill(1.0, 256))
 
 
 @pytest.fixture

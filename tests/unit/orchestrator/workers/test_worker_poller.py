@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from baton.calls.cluster_state import GenerationStatus
+from baton.calls.cluster_state import GenerationStatus, StepSample
 from baton.errors import UnavailableError
 from baton.planning.step_cost import LearntCosts
 from baton.planning.work_cost import WorkCost
@@ -202,3 +202,39 @@ async def test_costs_that_a_group_reports_are_kept_while_it_answers_and_exists()
     members.update(ClusterView())
     await poller.ask()
     assert not members.step_costs and not members.num_bytes_free
+
+
+class SteppingClients(LeakyClients):
+    """Connections to a worker that makes a step between two polls if `steps` is True, and learns from it. Its n-th step
+    takes n seconds; a step costs n s after the n-th."""
+
+    steps, num_steps = True, 0
+
+    async def generation_status(self, timeout_s: float) -> GenerationStatus:
+        status = await super().generation_status(timeout_s)
+        self.num_steps += self.steps
+        status.num_steps, status.last_step.duration_s = self.num_steps, self.num_steps
+        status.step_costs.plain.step_s, status.step_costs.num_steps = self.num_steps, self.num_steps
+        return status
+
+
+async def test_a_new_step_is_told_with_the_costs_that_were_known_before_it() -> None:
+    told = list[tuple[float, float | None]]()
+
+    def on_step(step: StepSample, costs: LearntCosts | None) -> None:
+        told.append((step.duration_s, None if costs is None else costs.plain.step_s))
+
+    members, clients = members_with(), SteppingClients(SECRET)
+    poller = WorkerPoller(members, clients, ManualClock(), on_step)
+    for steps in (True, True, False, True):  # the first poll tells nothing: the step may be old
+        clients.steps = steps
+        await poller.ask()
+    assert told == [(2.0, 1.0), (3.0, 2.0)]
+    members.step_costs.clear()
+    await poller.ask()
+    assert told[-1] == (4.0, None)
+    clients.answers = False
+    await poller.ask()
+    clients.answers = True
+    await poller.ask()
+    assert len(told) == 3  # nothing is known of the worker before its gap

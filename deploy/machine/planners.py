@@ -1,0 +1,76 @@
+"""Creates the planner of a cluster, with the costs at which its predictions begin.
+
+Costs are derived from the model's shape and the rates of the workers' devices. Rates are those of the profile that was
+measured on this machine for its processor or its GPU (`deploy.machine.device_profile`). Without a profile, those of a
+CPU are assumed, and those of a GPU follow from its data sheet (`baton.planning.gpus`). Functions block while they read
+profiles.
+"""
+
+from baton.planning.chain.wavefront import chain_ttft
+from baton.planning.cost_model import BATON
+from baton.planning.device_profile import DeviceProfile
+from baton.planning.hardware import Hardware, ModelCosts
+from baton.planning.local_prefill import LocalPrefill
+from baton.planning.planner import ChainPlanner
+from deploy.config.environment import use_threads
+from deploy.machine.cluster_plan import ClusterPlan
+from deploy.machine.device_profile import local_profile
+from deploy.machine.resolved_model import ResolvedModel
+from deploy.machine.this_machine import gpu_name
+
+_SPEED_TOKENS = 1024
+"""Number of prompt tokens with which the speeds of an engine and of a prefill rank are compared."""
+_WEIGHT_BYTES = {"int8": 1}
+"""Bytes per weight, by quantization. Formats that store weights in the model's dtype are not included."""
+
+
+def costs_on(
+    model: ResolvedModel, dtype: str, rank: Hardware, *, engine: Hardware | None = None, quantization: str = "none"
+) -> ModelCosts:
+    """Return the costs of `model` with these rates of a prefill rank and of a generation engine; None: those of the
+    rank. Raises ModelError."""
+    return ModelCosts.of(model.shape(dtype), rank, engine=engine, bytes_per_weight=_WEIGHT_BYTES.get(quantization))
+
+
+def cpu_costs(model: ResolvedModel, dtype: str, num_threads: int, quantization: str = "none") -> ModelCosts:
+    """Return the costs of `model` on `num_threads` cores of this machine. Raises ModelError."""
+    rates = local_profile("cpu", num_threads, model.shape(dtype).dtype_bytes).hardware
+    return costs_on(model, dtype, rates, quantization=quantization)
+
+
+def served_planner(plan: ClusterPlan) -> ChainPlanner:
+    """Create the planner for a cluster, which takes up to some seconds. Raises ModelError if the model is not valid."""
+    rank, engine = worker_profiles(plan)
+    prefill, generate, formats = plan.config.prefill, plan.config.generate, plan.config.model
+    costs = costs_on(
+        plan.model, formats.dtype, rank.hardware, engine=engine.hardware, quantization=formats.quantization
+    )
+    on_engine = costs_on(plan.model, formats.dtype, engine.hardware)
+    rank_s, engine_s = (float(chain_ttft([_SPEED_TOKENS], each.prefill, BATON)) for each in (costs, on_engine))
+    return ChainPlanner(
+        costs,
+        max_ranks=prefill.num_ranks,
+        max_tokens=plan.max_tokens,
+        local=LocalPrefill(
+            speed=rank_s / engine_s,
+            max_step_tokens=generate.max_batched_tokens,
+            step_budget_s=generate.step_budget_s,
+        ),
+        devices=frozenset({rank.name, engine.name}),
+    )
+
+
+def worker_profiles(plan: ClusterPlan) -> tuple[DeviceProfile, DeviceProfile]:
+    """Return the profiles of a prefill rank and of a generation engine on this machine."""
+    dtype_bytes = plan.model.shape(plan.config.model.dtype).dtype_bytes
+    rank, engine = (
+        local_profile(
+            pool.device,
+            use_threads(pool.num_threads),
+            dtype_bytes,
+            gpu=gpu_name() if pool.device == "cuda" else "",
+            gpu_share=pool.gpu_share,
+        )
+        for pool in (plan.config.prefill, plan.config.generate)
+    )
+    return rank, engine

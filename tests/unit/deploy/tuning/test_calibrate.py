@@ -1,0 +1,46 @@
+"""`baton calibrate` measures this machine again, and replaces the profile that is kept."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from deploy.commands.record import ClusterRecord, live_clusters, process_start
+from deploy.machine import device_profile
+from deploy.machine.device_profile import kept_path, kept_profile
+from tests.support.wire.commands import Baton, Run
+
+COMMAND = ("calibrate", "--device", "cpu", "--dtype", "float32", "--seconds", "0.3")
+
+
+def test_a_profile_is_measured_and_replaced(cache: Path, baton: Baton, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_profile, "_AGREEMENT", 1.0)  # this machine may be busy
+    first = baton.run(COMMAND)
+    assert first.status == 0 and first.err == ""
+    made = kept_profile("cpu", 4)
+    assert made is not None and made.is_measured
+    assert first.out == f"float32: {made}\n  before: nothing was kept\n"
+    second = baton.run(COMMAND)
+    assert second.out == f"float32: {kept_profile('cpu', 4)}\n  before: {made}\n"
+    assert kept_profile("cpu", 2) is None
+
+
+def test_rates_that_do_not_agree_leave_the_former(cache: Path, baton: Baton, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_profile, "_AGREEMENT", -1.0)
+    refused = baton.run(COMMAND)
+    assert (refused.status, refused.out) == (1, "float32: not kept\n  before: nothing was kept\n")
+    assert not kept_path("cpu", 4).exists()
+
+
+def test_a_running_cluster_would_distort_the_rates(cache: Path, baton: Baton) -> None:
+    pid = os.getpid()
+    ClusterRecord("mine", pid, process_start(pid), "here:1", "").save()
+    refused = "baton: cluster mine runs on this machine: end it with `baton stop`, or add --anyway\n"
+    assert baton.run(COMMAND) == Run(1, "", refused)
+    ClusterRecord("mine", pid, "another start", "here:1", "").save()
+    assert live_clusters() == []
+
+
+def test_seconds_are_checked_before_anything_is_measured(cache: Path, baton: Baton) -> None:
+    refused = baton.run("calibrate --seconds 0")
+    assert refused.status == 2 and refused.err.startswith("baton: --seconds")
