@@ -13,15 +13,11 @@ finished jobs (`baton.planning.prefill_costs`). docs/kv_runahead.md calls linear
 are pure.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.errors import ConfigError
-
-COSTS = ("linear_s", "pair_s", "fixed_s", "issue_s", "head_s", "copy_s")
-"""Names of the fields of CostModel that are times in seconds."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +58,7 @@ class CostModel:
     fixed_s: float = 0.0
     issue_s: float = 0.0
     head_s: float = 0.0
-    """Seconds in which the last token's logits are computed. If measured while serving requests, this includes all time
-    that a request spends outside its prefill chain."""
+    """Seconds in which the last token's logits are computed."""
     copy_s: float = 0.0
     """Seconds to copy the KV of one token in one layer. The KV is copied only by protocols that need it
     contiguous. Baton's protocol does not copy KV."""
@@ -80,14 +75,7 @@ class CostModel:
         for name in ("linear_s", "pair_s", "kv_bytes", "fixed_s", "issue_s", "head_s", "copy_s"):
             _at_least_zero("cost", name, getattr(self, name))
         if not self.linear_s + self.pair_s > 0:
-            raise ConfigError("cost: linear_s and pair_s are both 0: measure again, with longer prompts")
-
-    def times(self, factor: float) -> "CostModel":
-        """Return a copy in which all times, including those of links, are multiplied by `factor`. The best partition
-        stays the same."""
-        slower = {name: factor * getattr(self, name) for name in COSTS}
-        push = None if self.push is None else self.push.times(factor)
-        return dataclasses.replace(self, link=self.link.times(factor), push=push, **slower)
+            raise ConfigError("cost: linear_s and pair_s are both 0: give one of them above 0")
 
 
 class Kernel(Enum):

@@ -3,7 +3,7 @@
 `deploy.machine.device_profile` measures profiles and keeps them in files. Each worker reports its profile when it
 starts, and the supervisor passes it on to the orchestrator in the cluster's view. The file of a profile:
 
-  {"schema": 1, "profile": {"name": "NVIDIA H200", "device": "cuda", "shared_bandwidth": ...,
+  {"schema": 2, "profile": {"name": "NVIDIA H200", "device": "cuda", "shared_bandwidth": ...,
    "hardware": {"linear_flops": ..., ..., "link": {"latency_s": ..., "bandwidth": ...}},
    "memory_bytes": ..., "used_bytes": ..., "is_measured": true}}
 
@@ -22,7 +22,7 @@ from baton.planning.gpus import ASSUMED, gpu_rank
 from baton.planning.hardware import Hardware, cpu_rank
 from baton.process.whole_files import whole
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the format of profiles in files."""
 
 

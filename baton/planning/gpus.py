@@ -1,7 +1,8 @@
 """Nominal rates of known GPUs, and the rates that Baton's kernels reach on them.
 
 The rates of data sheets are multiplied by fractions that were fitted to measurements on an H100 and an H200
-(`benchmarks/results`). They are used for predictions until a model's costs have been measured. All functions are pure.
+(`benchmarks/results`). They are used for predictions until a profile of the GPU has been measured. All functions are
+pure.
 """
 
 import re

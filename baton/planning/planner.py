@@ -25,7 +25,7 @@ from baton.planning.chain.search import analytic_seed, tapered
 from baton.planning.chain.wavefront import chain_ttft, work_of
 from baton.planning.cost_model import BATON, CostModel
 from baton.planning.device_profile import DeviceProfile
-from baton.planning.hardware import ModelCosts
+from baton.planning.hardware import Hardware, ModelCosts
 from baton.planning.local_prefill import LocalPrefill
 from baton.planning.pace import Pace
 from baton.planning.prefill_costs import PrefillCosts, ranks_s
@@ -40,6 +40,13 @@ _CLOSE_RANKS = 4
 twice the context length of the previous knot. Interpolation between such knots costs 1 or 2 % of speed. For more ranks,
 each knot has four times the context length of the previous knot."""
 _LEAST_KNOT = 16
+_TINY_S = 1e-30
+_STEPS_PER_OCTAVE = 8
+"""Resolution of the factor by which messages between ranks take longer than predicted. Predictions are cached, and a
+finer factor would change with each job."""
+_FAR = 1.5
+"""Factor, or its inverse, by which observed costs differ so much from nominal ones that the knots, which were searched
+with nominal costs, are compared with other partitions."""
 _FETCH_S = 0.004
 """Nominal fixed time in seconds of fetching cached KV: two calls, a connection, and opening files. Latency of the link
 and transfer of bytes are not included."""
@@ -84,15 +91,23 @@ class ChainPlanner:
         self.table = self._searched() if table is None else table
         """Knots: best partitions for some context lengths."""
         self._num_searched = max(self.table.knots, default=1)
-        self._others: dict[tuple[str, bool], ChainPlanner] = {}
-        """Planners for other devices, by the device's name and whether its rates were measured."""
+        self._others: dict[tuple[str, Hardware], ChainPlanner] = {}
+        """Planners for other devices, by the device's name and rates."""
         self._rank_costs, self._local_costs = PrefillCosts(nominal.prefill), PrefillCosts(nominal.prefill)
-        self._push_pace, self._fetch_pace = Pace(), Pace()
+        self._push_pace, self._fetch_pace, self._send_pace = Pace(), Pace(), Pace()
+        self._send_factor = 1.0
+        """Factor by which messages between ranks take longer than nominal."""
+        self._costs: tuple[CostModel | None, CostModel] = None, nominal.prefill
+        """Latest result of `_rank_costs`, and the same with the observed link between ranks."""
 
     @property
     def cost(self) -> CostModel:
         """Costs of prefill on a rank: the nominal ones, corrected by the observed durations of finished jobs."""
-        return self._rank_costs.cost
+        learnt, (known, cost) = self._rank_costs.cost, self._costs
+        if learnt is not known:
+            cost = replace(learnt, link=learnt.link.times(self._send_factor)) if self._send_factor != 1 else learnt
+            self._costs = learnt, cost
+        return cost
 
     def for_device(self, profile: DeviceProfile) -> "ChainPlanner":
         """Return the planner for workers whose device has this profile.
@@ -103,7 +118,7 @@ class ChainPlanner:
         """
         if profile.name in self.devices:
             return self
-        key = profile.name, profile.is_measured
+        key = profile.name, profile.hardware
         if key not in self._others:
             shape, size = self.nominal.shape, self.nominal.bytes_per_weight
             self._others[key] = ChainPlanner(
@@ -134,6 +149,7 @@ class ChainPlanner:
         predictions."""
         if not ranks:
             return
+        self._observe_messages(ranks)
         if num_bytes := sum(rank.num_bytes_pushed for rank in ranks):
             link, end_ns = self.nominal.prefill.link, max(rank.end_ns for rank in ranks)
             tail_s = max((max(rank.push_end_ns for rank in ranks) - end_ns) / 1e9 - link.latency_s, 0.0)
@@ -142,16 +158,26 @@ class ChainPlanner:
             self._push_pace.note(moved_s, num_bytes / link.bandwidth)
         self._rank_costs.observe(group, ranks)
 
+    def _observe_messages(self, ranks: Sequence[RankTiming]) -> None:
+        link = self.nominal.prefill.link
+        num_bytes = sum(rank.num_bytes_sent for rank in ranks)
+        predicted_s = sum(rank.num_messages_sent for rank in ranks) * link.latency_s + num_bytes / link.bandwidth
+        self._send_pace.note(sum(rank.send_s for rank in ranks), predicted_s)
+        factor = 2 ** (round(_STEPS_PER_OCTAVE * math.log2(self._send_pace.factor)) / _STEPS_PER_OCTAVE)
+        if factor != self._send_factor:
+            self._send_factor, self._costs = factor, (None, self._costs[1])
+
     def chunks(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
         """Partition `tokens` into consecutive, non-empty ranges, one for each rank in rank order. Tokens before
         `tokens.start` are cached. If there are fewer tokens than ranks, return one range for each token.
 
         For few ranks and without cached tokens, the partition is interpolated between knots (best partitions for some
         context lengths). Otherwise this interpolated partition is compared with chunks of equal compute times, and the
-        one with the shorter predicted time is returned. The comparison is necessary for two reasons: knots for many
-        ranks are far apart, and knots are searched without cached tokens. If cached tokens precede the chunks, the best
-        chunks are more equal. If `num_ranks` exceeds the limit up to which knots are searched, a few partitions for
-        slow links are compared instead of the interpolated one.
+        one with the shorter predicted time is returned. The comparison is necessary for three reasons: knots for many
+        ranks are far apart, knots are searched without cached tokens, and they are searched with nominal costs. If
+        cached tokens precede the chunks, the best chunks are more equal. If `num_ranks` exceeds the limit up to which
+        knots are searched, or if messages take much longer than predicted, a few partitions for slow links are
+        compared, too.
 
         Raises InvalidArgumentError if there are no tokens, or if `num_ranks` is not in 1 to `max_ranks`.
         """
@@ -161,9 +187,9 @@ class ChainPlanner:
         width = min(num_ranks, len(tokens))
         if width == 1:
             return (tokens,)
-        if not tokens.start and width <= min(_CLOSE_RANKS, self._num_searched):
-            return self.table.partition(tokens, width)
         cost = self.cost
+        if not tokens.start and width <= min(_CLOSE_RANKS, self._num_searched) and not self._is_far(cost):
+            return self.table.partition(tokens, width)
         shapes = np.array(self._shapes(tokens, width, cost), dtype=np.float64)
         times = chain_ttft(shapes, cost, BATON, cached=tokens.start)
         return as_ranges([int(chunk) for chunk in shapes[times.argmin()]], tokens.start)
@@ -192,11 +218,8 @@ class ChainPlanner:
 
         The KV of the last layer is always sent after the computation. On a slow link, so is some KV of earlier layers.
         The time is computed from the link's nominal latency, and from its bandwidth as observed at earlier pushes or,
-        before the first push, from its nominal bandwidth. Returns 0 if the costs contain a link for pushing KV
-        (`cost.push`), because `ttft_s` then includes the push.
+        before the first push, from its nominal bandwidth.
         """
-        if self.cost.push is not None:
-            return 0.0  # ttft_s includes the push
         link, num_layers = self.nominal.prefill.link, self.cost.num_layers
         moved_s = self._push_pace.factor * num_tokens * self.cost.kv_bytes * num_layers / link.bandwidth
         return link.latency_s + max(moved_s / num_layers, moved_s - prefill_s)
@@ -207,7 +230,7 @@ class ChainPlanner:
         chain is on the group's node."""
         pushed_s = self.push_s(num_pushed, prefill_s)
         # to another node, the last piece there, and the commit's answer back
-        return pushed_s + 2 * self.cost.link.latency_s if is_elsewhere else pushed_s
+        return pushed_s + 2 * self.nominal.prefill.link.latency_s if is_elsewhere else pushed_s
 
     def alone_s(self, tokens: TokenRange) -> float | None:
         """Return the predicted time in seconds in which a generation group computes `tokens` itself while no other
@@ -282,9 +305,22 @@ class ChainPlanner:
         """Return the partitions to compare when no knot is close."""
         num_tokens = len(tokens)
         balanced = analytic_seed(num_tokens, width, cost, BATON.kernel, cached=tokens.start)
-        if width > self._num_searched:
-            return [balanced, *tapered(num_tokens, width)]
-        return [balanced, tuple(len(each) for each in self.table.partition(tokens, width))]
+        shapes = [balanced]
+        if width <= self._num_searched:
+            shapes.append(tuple(len(each) for each in self.table.partition(tokens, width)))
+        if width > self._num_searched or self._send_factor > _FAR:
+            shapes += tapered(num_tokens, width)
+        return shapes
+
+    def _is_far(self, cost: CostModel) -> bool:
+        """Return True if another partition than the knots may be better with `cost`."""
+        changes = self._send_factor, _ratio(cost) / _ratio(self.nominal.prefill)
+        return not all(1 / _FAR <= change <= _FAR for change in changes)
+
+
+def _ratio(cost: CostModel) -> float:
+    """Return the cost of a pair of tokens, relative to that of a token."""
+    return max(cost.pair_s, _TINY_S) / max(cost.linear_s, _TINY_S)
 
 
 def _lengths(chunks: Sequence[TokenRange]) -> tuple[tuple[int, ...], int]:

@@ -13,7 +13,10 @@ for each round. All functions are pure.
 Shape suffixes: B sequences, K options of a sequence, G drafts of a sequence, N numbers of draft steps.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +29,8 @@ MOST_DRAFTS = MAX_DRAFTS
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 _DRAFTS_G = np.arange(1, MOST_DRAFTS + 1)
+_NEVER = 1e-9
+"""Smallest probability with which logarithms are calculated, of acceptance and of rejection."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +107,16 @@ def plan_at_rate(
     decode step is better, return that step. This is faster than `plan_round`, and nearly as good if `last` was planned
     for nearly the same options and costs."""
     search = _Search(options, cost, draft_cost or cost, plain_cost or cost)
-    found = search.best_at(last.rate, np.array(sorted({0, last.num_steps})))
-    return found if found.rate > search.plain.rate else search.plain
+    found = search.within(last.rate, sorted({0, last.num_steps}))
+    return max(search.plain, *found, key=lambda round: round.rate)
+
+
+def expected_drafts(acceptance: Floats, num_drafts: NDArray[Any]) -> Floats:
+    """Return the expected numbers of accepted drafts, a + a^2 + ... + a^g. `acceptance`: probability a that a draft is
+    accepted if all drafts before it were accepted. `num_drafts`: number g of drafts, with the same shape."""
+    inner = acceptance.clip(_NEVER, 1 - _NEVER)
+    expected: Floats = -inner / (1 - inner) * np.expm1(num_drafts * np.log(inner))
+    return expected
 
 
 class _Search:
@@ -122,9 +135,13 @@ class _Search:
         self._draft_s_BK = self._needs_step_BK * (drafting.token_s + keys_BK * drafting.key_s)
         self._verify_s_B = cost.token_s + contexts_B * cost.pair_s
         self._seconds_BK1 = (self._draft_s_BK + self._verify_s_B[:, None])[:, :, None]
-        self._added_BKG = np.repeat(options.acceptance_BK[:, :, None], MOST_DRAFTS, 2).cumprod(2)
-        self._added_BKG *= options.most_drafts_BK[:, :, None] >= _DRAFTS_G
         self._rows_B1 = np.arange(num_rows)[:, None]
+        self._options = options
+
+    @cached_property
+    def _added_BKG(self) -> Floats:
+        added_BKG: Floats = np.repeat(self._options.acceptance_BK[:, :, None], MOST_DRAFTS, 2).cumprod(2)
+        return added_BKG * (self._options.most_drafts_BK[:, :, None] >= _DRAFTS_G)
 
     def promising_steps(self, rate: float) -> Ints:
         """Return the numbers of draft steps with which a round can reach more than `rate` tokens per second. If no
@@ -155,3 +172,25 @@ class _Search:
         best = int((num_tokens_N / (draft_s_N + verify_s_N)).argmax())
         seconds = float(draft_s_N[best]), float(verify_s_N[best])
         return Round(num_BN[:, best], chosen_BN[:, best], int(num_steps_N[best]), float(num_tokens_N[best]), *seconds)
+
+    def within(self, rate: float, most_steps: Sequence[int]) -> list[Round]:
+        """Return the round with the largest surplus at `rate` tokens per second for each maximum number of draft steps.
+        The last worthwhile draft of an option, and the tokens of all its drafts, are computed by logarithms, without an
+        array over drafts."""
+        acceptance_BK, least_BK = self._options.acceptance_BK, rate * self._seconds_BK1[:, :, 0]
+        log_BK = np.log(acceptance_BK.clip(_NEVER, 1 - _NEVER))
+        worthwhile_BK = np.ceil(np.log(least_BK) / log_BK) - 1  # a^g > least
+        most_BK = np.minimum(worthwhile_BK.clip(0.0), self._options.most_drafts_BK)
+        rows_B, found = self._rows_B1[:, 0], []
+        for most in most_steps:
+            num_BK = np.where(self._needs_step_BK, np.minimum(most_BK, most), most_BK)
+            tokens_BK = expected_drafts(acceptance_BK, num_BK)
+            chosen_B = (tokens_BK - least_BK * num_BK).argmax(1)
+            places = rows_B, chosen_B
+            num_B = num_BK[places]
+            num_steps = int((num_B * self._needs_step_BK[places]).max(initial=0.0))
+            draft_s = num_steps * self._step_s + float(num_B @ self._draft_s_BK[places])
+            verify_s = self._base_s + float(num_B @ self._verify_s_B) if num_B.any() else self.plain.verify_s
+            num_tokens = self.plain.num_tokens + float(tokens_BK[places].sum())
+            found.append(Round(num_B.astype(np.int64), chosen_B, num_steps, num_tokens, draft_s, verify_s))
+        return found

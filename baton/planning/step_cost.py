@@ -43,6 +43,8 @@ _DRIFT = 1.15
 _OLD_WEIGHT = 0.2
 """Weight in the fit of steps that ran before the engine became slower or faster. Later steps have the weight 1. The
 seconds of the earlier steps are multiplied by the ratio by which the engine has changed."""
+_MOST_SCALED = 4
+"""Maximum number of times that the seconds of a step are scaled. At the next time, the step is dropped."""
 _STALL = 4.0
 """Ratio of measured to predicted seconds above which a step is not learnt from, unless there was another such step
 among the `_STALL_STEPS` steps before it."""
@@ -121,8 +123,8 @@ class StepCost:
         self._columns_RC = np.zeros((num_rows, 4))
         self._seconds_R = np.zeros(num_rows)
         """Measured seconds of each kept step. 0: the row is not used."""
-        self._line_R, self._number_R = np.zeros((2, num_rows), np.int64)
-        """Line (`_REPLAYED` or `_LAUNCHED`) and number of each kept step."""
+        self._line_R, self._number_R, self._num_scaled_R = np.zeros((3, num_rows), np.int64)
+        """Line (`_REPLAYED` or `_LAUNCHED`) and number of each kept step, and how often its seconds were scaled."""
         self._num_new = [0, 0]
         """Number of steps since the latest fit of each line. It is raised if the line is to be fitted earlier."""
         self._fitted: list[set[tuple[int, ...]]] = [set(), set()]
@@ -192,7 +194,7 @@ class StepCost:
                 row = self._rows.pop(next(iter(self._rows))) // _KEPT_STEPS * _KEPT_STEPS
                 self._seconds_R[row : row + _KEPT_STEPS] = 0.0
         self._columns_RC[row], self._seconds_R[row] = work.columns, seconds
-        self._line_R[row], self._number_R[row] = line, self._num_steps
+        self._line_R[row], self._number_R[row], self._num_scaled_R[row] = line, self._num_steps, 0
         self._rows[kind] = row + 1 if (row + 1) % _KEPT_STEPS else row + 1 - _KEPT_STEPS
         self._num_new[line] += 1
         ratios = self._ratios[line]
@@ -202,16 +204,25 @@ class StepCost:
             ratios[self._num_steps] = ratio
             latest = list(ratios.values())[-_SOON_STEPS:]
             if len(latest) == _SOON_STEPS and (min(latest) > _DRIFT or max(latest) < 1 / _DRIFT):
-                self._same_since[line] = since = list(ratios)[-_SOON_STEPS]
-                self._seconds_R[(self._line_R == line) & (self._number_R < since)] *= sorted(latest)[_SOON_STEPS // 2]
+                self._same_since[line] = list(ratios)[-_SOON_STEPS]
+                self._scale(line, sorted(latest)[_SOON_STEPS // 2])
                 self._num_new[line] = _NEW_STEPS
         if self._num_new[line] >= _NEW_STEPS:
             self._fit(line)
 
+    def _scale(self, line: int, ratio: float) -> None:
+        """Scale the seconds of the steps that ran before the engine became slower or faster by `ratio`. Drop steps that
+        were scaled `_MOST_SCALED` times, because the errors of all ratios multiply."""
+        is_old_R = (self._line_R == line) & (self._number_R < self._same_since[line])
+        self._seconds_R[is_old_R] *= np.where(self._num_scaled_R[is_old_R] < _MOST_SCALED, ratio, 0.0)
+        self._num_scaled_R[is_old_R] += 1
+
     def _fit(self, line: int) -> None:
         """Fit the cost of a line to its kept steps."""
         self._ratios[line].clear()
-        self._num_new[line], self._fitted[line] = 0, set(self._rows)
+        is_kept = (self._seconds_R > 0).reshape(-1, _KEPT_STEPS).max(axis=1).tolist()  # of the steps of each kind
+        self._fitted[line] = {kind for kind, row in self._rows.items() if is_kept[row // _KEPT_STEPS]}
+        self._num_new[line] = 0
         rows = ((self._line_R == line) & (self._seconds_R > 0)).nonzero()[0]
         weights = np.where(self._number_R[rows] < self._same_since[line], _OLD_WEIGHT, 1.0)
         columns, seconds, start_C = self._columns_RC[rows], self._seconds_R[rows], self._starts_LC[line]
@@ -220,4 +231,4 @@ class StepCost:
             columns = np.concatenate((columns, _PRIOR_WORKS))
             seconds = np.concatenate((seconds, scale * (_PRIOR_WORKS @ start_C)))
             weights = np.concatenate((weights, np.full(len(_PRIOR_WORKS), _PRIOR_WEIGHT)))
-        self._costs[line], _ = fit_columns(columns, seconds, self._costs[line], weights)
+        self._costs[line] = fit_columns(columns, seconds, self._costs[line], weights)

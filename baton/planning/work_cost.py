@@ -82,14 +82,6 @@ def drafting_work(rows: Sequence[RowDrafts]) -> StepWork:
     return StepWork(num_tokens, num_keys, num_keys, max(row.num_drafts for row in stepping))
 
 
-def verifying_work(rows: Sequence[RowDrafts]) -> StepWork:
-    """Return the work of the step that verifies the drafts of the given sequences. If there are no drafts, this is the
-    work of a normal decode step."""
-    num_tokens = sum(1 + row.num_drafts for row in rows)
-    num_pairs = sum((1 + row.num_drafts) * row.context for row in rows)
-    return StepWork(num_tokens, sum(row.context for row in rows), num_pairs)
-
-
 def expected_tokens(acceptance: float, num_drafts: int) -> float:
     """Return the expected number of tokens that a sequence gets from a round with `num_drafts` drafts. `acceptance` is
     the probability that a draft is accepted if all drafts before it were accepted."""

@@ -251,8 +251,13 @@ def _here(args: argparse.Namespace, pools: "Pools") -> tuple[str, "ChainPlanner"
     from deploy.machine.model_folder import resolve_folder
     from deploy.machine.planners import served_planner, worker_profiles
     from deploy.machine.resolved_model import ResolvedModel
+    from deploy.machine.this_machine import inspect_machine
 
+    machine = inspect_machine()
+    device = "cuda" if machine.gpus and machine.has_cuda else "cpu"
     settings = {
+        "prefill.device": device,
+        "generate.device": device,
         "model.name": args.model or DEFAULT_MODEL,
         "model.dtype": args.dtype,
         "model.quantization": args.weights or "none",
@@ -262,8 +267,9 @@ def _here(args: argparse.Namespace, pools: "Pools") -> tuple[str, "ChainPlanner"
     config = load_config(None, [f"{name}={value}" for name, value in settings.items()])
     folder = resolve_folder(config.model.name, config.model.cache, Console(stderr=True))
     plan = ClusterPlan(config, ResolvedModel(folder))
-    rank, _ = worker_profiles(plan)
-    basis = "measured rates" if rank.is_measured else "nominal rates: `baton calibrate` measures them"
+    rank, engine = worker_profiles(plan)
+    is_measured = rank.is_measured and engine.is_measured
+    basis = "measured rates" if is_measured else "nominal rates: `baton calibrate` measures them"
     return f"{folder.name} on {rank.name}: {basis}", served_planner(plan)
 
 

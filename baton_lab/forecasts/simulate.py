@@ -169,15 +169,15 @@ def _shares(row: "Comparison") -> str:
 
 def _derived(args: argparse.Namespace) -> tuple[str, CostModel]:
     name, model = args.hardware or DEFAULT_HARDWARE, args.model or DEFAULT_MODEL
-    hardware = hardware_of(name)
+    given = option_values.assignments("--shape", args.shape) if args.shape else {}
+    shape = shape_from(given, "--shape") if given else shape_of(model)
+    hardware = hardware_of(name, shape.dtype_bytes)
     if args.linear_tflop_s is not None:
         rate = option_values.positive("--linear-tflop-s", args.linear_tflop_s) * 1e12
         hardware = dataclasses.replace(hardware, linear_flops=rate)
     if args.attention_tflop_s is not None:
         rate = option_values.positive("--attention-tflop-s", args.attention_tflop_s) * 1e12
         hardware = dataclasses.replace(hardware, pair_flops=rate, scores_per_s=float("inf"))
-    given = option_values.assignments("--shape", args.shape) if args.shape else {}
-    shape = shape_from(given, "--shape") if given else shape_of(model)
     return f"{'a model' if args.shape else model} on {name}", derive(shape, hardware)
 
 

@@ -46,15 +46,16 @@ HERE = "here"
 """Name of this machine's hardware."""
 
 
-def hardware_of(name: str) -> Hardware:
+def hardware_of(name: str, dtype_bytes: int = 2) -> Hardware:
     """Return the rates of a rank's hardware by its name in HARDWARE. HERE: the rates of this machine's first GPU or, if
-    it has none, of one core. They are nominal unless they were measured. Raises ConfigError for an unknown name."""
+    it has none, of one core, for values of `dtype_bytes` bytes. They are nominal unless they were measured. Raises
+    ConfigError for an unknown name."""
     if name == HERE:
         from deploy.machine.device_profile import local_profile
         from deploy.machine.this_machine import gpu_name
 
         gpu = gpu_name()
-        return local_profile("cuda" if gpu else "cpu", 1, dtype_bytes=2, gpu=gpu).hardware
+        return local_profile("cuda" if gpu else "cpu", 1, dtype_bytes, gpu=gpu).hardware
     if name not in HARDWARE:
         raise ConfigError(f"hardware = {name!r} is unknown: use one of {', '.join(HARDWARE)}, or here for this machine")
     return HARDWARE[name]

@@ -107,8 +107,8 @@ class ClusterConfig(LogLines):
         """Return the configurations of the workers of the group `name`, in rank order.
 
         `place` contains the values that the launcher adds to the configuration: `model_folder`, `kernels` and `secret`.
-        Its `model` and `cluster`, if not empty, override the configured names. Its `host`
-        is used only if `worker_host` is not configured.
+        Its `model` and `cluster`, if not empty, override the configured names. Its `host` is used only if `worker_host`
+        is not configured.
 
         A group whose number is higher than the configured number of groups uses the cores of one of the configured
         groups. On one machine, the memory for KV is divided among the largest possible number of engines

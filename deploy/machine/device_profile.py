@@ -61,7 +61,7 @@ _TINY_TOKENS = 16
 _SECONDS = 0.12
 """Minimum time in seconds that a half of the measurement spends on each rate, if a profile is missing."""
 _NUM_TIMINGS = 12
-"""Number of rates that are timed in both halves of a measurement of a CPU. A measurement of a GPU times ten."""
+"""Number of timings in both halves of a measurement of a CPU together. A measurement of a GPU has ten."""
 _AGREEMENT = 0.2
 """Largest fraction by which the two halves of a measurement may differ."""
 _RETRY_S = 3600.0
@@ -144,10 +144,11 @@ def failure_of(module: str, *arguments: str) -> str:
 
 
 def must_measure(device: str, dtype_bytes: int, gpu: str = "") -> bool:
-    """Return True if no profile of the device is kept, and it was not measured in vain within the last hour."""
-    path = kept_path(device, dtype_bytes, gpu)
-    tried = path.with_suffix(".tried")
-    return not path.exists() and not (tried.exists() and time.time() - tried.stat().st_mtime < _RETRY_S)
+    """Return True if no profile of the device is kept that this version reads, and the device was not measured in vain
+    within the last hour."""
+    tried = kept_path(device, dtype_bytes, gpu).with_suffix(".tried")
+    is_tried = tried.exists() and time.time() - tried.stat().st_mtime < _RETRY_S
+    return not is_tried and kept_profile(device, dtype_bytes, gpu) is None
 
 
 def keep_missing(device: str, dtypes: Sequence[str], gpu: str = "") -> bool:
@@ -157,14 +158,14 @@ def keep_missing(device: str, dtypes: Sequence[str], gpu: str = "") -> bool:
     with _alone():
         missing = [each for each in dtypes if must_measure(device, DTYPE_BYTES[each], gpu)]
         _keep(device, missing, gpu, _SECONDS, lambda _: None)
-        return all(kept_path(device, DTYPE_BYTES[dtype], gpu).exists() for dtype in dtypes)
+        return all(kept_profile(device, DTYPE_BYTES[dtype], gpu) is not None for dtype in dtypes)
 
 
 def replace_profiles(
     device: str, dtypes: Sequence[str], gpu: str, *, seconds: float, done: Callable[[int], None]
 ) -> list[str]:
     """Measure the profiles of these dtypes for about `seconds` seconds each, and replace the kept ones. Return the
-    dtypes whose halves agreed; for others, nothing changes. `done` is called with 1 after each half of a measurement.
+    dtypes whose halves agreed; for others, the kept profile stays. `done` is called with 4 in parts for each dtype.
     Waits for another process of this node that measures. Raises ConfigError if a profile cannot be written."""
     with _alone():
         return _keep(device, dtypes, gpu, seconds / _NUM_TIMINGS, done)
@@ -190,7 +191,8 @@ def _keep(device: str, dtypes: Sequence[str], gpu: str, seconds: float, done: Ca
                 save(profile, path)
                 kept.append(dtype)
         finally:
-            path.with_suffix(".tried").touch()
+            if dtype not in kept and kept_profile(device, DTYPE_BYTES[dtype], gpu) is None:
+                path.with_suffix(".tried").touch()
     return kept
 
 
@@ -202,15 +204,16 @@ def measure(
     done: Callable[[int], None] = lambda _: None,
 ) -> DeviceProfile | None:
     """Measure the rates of the GPU if `device` is "cuda", else of one CPU core while `num_threads` cores compute. Each
-    half spends at least `seconds` seconds on each rate, and ends with a call of `done`. Return their profile for this
-    dtype, or None if two halves of the measurement differed twice. Sets the number of torch's threads. Blocks."""
+    half spends at least `seconds` seconds on each rate. `done` is called with parts of 4, as the work advances. Return
+    their profile for this dtype, or None if two halves differed twice. Sets the number of torch's threads. Blocks."""
     half = _gpu_half(dtype, seconds) if device == "cuda" else _core_half(dtype, num_threads, seconds)
-    for _ in range(2):
+    for num_left in (2, 0):
         first, _unused = half()
         done(1)
         second, profile = half()
         done(1)
         if all(abs(a - b) <= _AGREEMENT * max(a, b) for a, b in zip(first, second, strict=True)):
+            done(num_left)
             return profile
     logger.warning("two measurements in %s differ by over %.0f %%: free the machine", dtype, 100 * _AGREEMENT)
     return None

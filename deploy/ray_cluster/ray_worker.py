@@ -91,10 +91,9 @@ def node_address() -> str:
 
 
 def _on_this_node(config: WorkerConfig) -> WorkerConfig:
-    """Return the configuration, completed with the values of this node: its address, and the path of the model on
-    it. Blocks. Converts or downloads the model if necessary. On a Ray that Baton did not start, no
-    launcher has prepared the node, so the rates of its cores are measured if they are not kept. Raises ModelError or
-    ConfigError."""
+    """Return the configuration, completed with the values of this node: its address, and the path of the model on it.
+    Blocks. Converts or downloads the model if necessary. On a Ray that Baton did not start, no launcher has prepared
+    the node, so the rates of its cores are measured if they are not kept. Raises ModelError or ConfigError."""
     place = config.place
     here = replace(place, host=place.host or node_address(), model_folder=folder_on_node(place))
     if not place.host and place.device != "cuda" and must_measure("cpu", DTYPE_BYTES[place.dtype]):

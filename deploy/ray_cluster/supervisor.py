@@ -188,7 +188,7 @@ class SupervisorActor:
 
     async def _find_orchestrator(self) -> tuple[OrchestratorKeeper, ModelInfo]:
         """Find the orchestrator that ran before the supervisor's restart, or start a new one."""
-        await self._find_files()
+        await self._find_model()
         return await self._start_orchestrator(None)
 
     async def _start_orchestrator(self, process: WorkerHandle | None) -> tuple[OrchestratorKeeper, ModelInfo]:
@@ -212,11 +212,11 @@ class SupervisorActor:
     async def _start_orchestrator_process(self) -> WorkerHandle:
         """Start the orchestrator's process, which does not serve clients yet. Raises the process's error if it does not
         start."""
-        await self._find_files()  # first: workers start slower, and get Ray's idle processes
+        await self._find_model()  # first: workers start slower, and get Ray's idle processes
         return await self._around.spawner.start(self._config.orchestrator_worker(self._folder, self._secret))
 
-    async def _find_files(self) -> None:
-        """Find the model's folder and the files of measurements on this node. Raises ModelError."""
+    async def _find_model(self) -> None:
+        """Find the model's folder on this node. Raises ModelError."""
         self._here = await asyncio.to_thread(self._model_here, "")
 
     async def _start_all(self) -> WorkerHandle:

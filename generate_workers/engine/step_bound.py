@@ -1,9 +1,9 @@
 """Limits prefill in steps that also decode (mixed steps), so that decoding sequences are delayed only a little.
 
-A mixed step may take a multiple of the time that decoding alone takes, or `mixed_step_s` seconds if that is more. Mixed
-steps have an allowance, `burst_step_s` seconds in total, by which they may exceed this limit. A step may use the
+A mixed step may take a multiple of the time that decoding alone takes, or `budget_s` seconds if that is more. Mixed
+steps have an allowance, `allowance_s` seconds in total, by which they may exceed this limit. A step may use the
 allowance only if all waiting prefills fit into it. Streams are then slow for a moment instead of in many steps. If
-`burst_step_s` is not 0 and no decoding sequence has more than one output token, only the number of tokens limits a
+`allowance_s` is not 0 and no decoding sequence has more than one output token, only the number of tokens limits a
 step, because no client reads a continuous text yet. The setting `step_budget_s` determines the three values
 (`baton.planning.local_prefill`).
 
@@ -28,7 +28,7 @@ from baton.types import TokenRange
 from generate_workers.engine.model_shape import model_shape
 
 _REFILL = 0.05
-"""Fraction of each step's seconds that is added to the allowance, up to its maximum `burst_step_s`. The allowance is
+"""Fraction of each step's seconds that is added to the allowance, up to its maximum `allowance_s`. The allowance is
 the time by which mixed steps (which decode and prefill) may exceed their limit."""
 _MOST_MIXED = 32
 """Number of successive mixed steps after which one step only decodes. This step measures the time of decoding alone,
@@ -96,24 +96,24 @@ class PrefillWork:
 class StepBound:
     """Limit of prefill in steps that also decode (mixed steps).
 
-    A mixed step takes at most `max_stretch` times as long as decoding alone would, or `mixed_step_s` seconds, whichever
-    is longer. Mixed steps have an allowance, `burst_step_s` seconds in total, by which they may exceed this limit. A
+    A mixed step takes at most `max_stretch` times as long as decoding alone would, or `budget_s` seconds, whichever
+    is longer. Mixed steps have an allowance, `allowance_s` seconds in total, by which they may exceed this limit. A
     step may use the allowance only if the predicted time of all waiting prefills fits into it. The allowance refills
-    slowly after use. If `burst_step_s` is not 0, mixed steps have no time limit until a decoding sequence has more than
+    slowly after use. If `allowance_s` is not 0, mixed steps have no time limit until a decoding sequence has more than
     one output token.
     """
 
     def __init__(
-        self, max_stretch: float, mixed_step_s: float = 0.0, burst_step_s: float = 0.0, cost: StepCost | None = None
+        self, max_stretch: float, budget_s: float = 0.0, allowance_s: float = 0.0, cost: StepCost | None = None
     ) -> None:
         """Create a limit. `cost` predicts the durations of steps; None: nothing is known about them yet."""
-        assert max_stretch >= 1 and mixed_step_s >= 0 and burst_step_s >= 0
+        assert max_stretch >= 1 and budget_s >= 0 and allowance_s >= 0
         self.cost = cost or StepCost()
         self._max_stretch = max_stretch
-        self._mixed_step_s = mixed_step_s
-        self._burst_step_s = burst_step_s
-        self._patience_s = burst_step_s
-        """Remaining allowance in seconds by which mixed steps may exceed their limit. Its maximum is `burst_step_s`."""
+        self._budget_s = budget_s
+        self._allowance_s = allowance_s
+        self._patience_s = allowance_s
+        """Remaining allowance in seconds by which mixed steps may exceed their limit. Its maximum is `allowance_s`."""
         self._latest: Decoding | None = None
         """Decoding part of the latest step with decoding sequences. None until such a step has run."""
         self._most_rows = 0
@@ -139,7 +139,7 @@ class StepBound:
         """Return the maximum prefill work of the next step, in units of PrefillWork. `waiting` is the work of all
         waiting prefills.
 
-        The result is infinity without a limit, or if no sequence decodes. If `burst_step_s` is set, the result is
+        The result is infinity without a limit, or if no sequence decodes. If `allowance_s` is set, the result is
         also infinity in two more cases: if no sequence has more than one output token, or if the remaining allowance
         suffices to end all waiting prefills. The result is 0 while the cost of prefill is not known. The drafts of the
         next step are not planned yet. As many drafts per sequence as in the latest step are assumed.
@@ -155,8 +155,8 @@ class StepBound:
 
     def may_burst(self, decoding: Decoding) -> bool:
         """Return True if one step may prefill all waiting prompts, regardless of its duration. This requires that
-        `burst_step_s` is not 0, and that no sequence has more than one output token."""
-        return self._burst_step_s > 0 and not decoding.is_streaming
+        `allowance_s` is not 0, and that no sequence has more than one output token."""
+        return self._allowance_s > 0 and not decoding.is_streaming
 
     def is_to_decode_alone(self, decoding: Decoding) -> bool:
         """Return True if the next step should only decode, so that the cost of decoding is measured. This is the case
@@ -181,18 +181,18 @@ class StepBound:
 
     @property
     def _is_unlimited(self) -> bool:
-        return math.inf in (self._max_stretch, self._mixed_step_s)
+        return math.inf in (self._max_stretch, self._budget_s)
 
     def _bound_s(self, decode_s: float) -> float:
         """Return the maximum seconds of a mixed step whose decoding alone takes `decode_s` seconds."""
-        return max(self._max_stretch * decode_s, self._mixed_step_s)
+        return max(self._max_stretch * decode_s, self._budget_s)
 
     def _regain(self, decoding: Decoding, work: float, seconds: float) -> None:
-        """Deduct the seconds by which a step exceeded its limit from the remaining `burst_step_s`, and refill it in
+        """Deduct the seconds by which a step exceeded its limit from the remaining `allowance_s`, and refill it in
         proportion to the step's time. If no sequence streams, refill it completely."""
         if not decoding.num_rows or not decoding.is_streaming:
-            self._patience_s = self._burst_step_s
+            self._patience_s = self._allowance_s
             return
         over_s = seconds - self._bound_s(self.decode_s(decoding)) if work else 0.0
         left_s = self._patience_s - max(over_s, 0.0) + _REFILL * max(seconds, 0.0)
-        self._patience_s = min(max(left_s, 0.0), self._burst_step_s)
+        self._patience_s = min(max(left_s, 0.0), self._allowance_s)

@@ -9,6 +9,7 @@ Shape suffixes: R sequences that can exist at the same time, B sequences of a st
 sequence. The first dimension of counts has two entries: accepted and rejected drafts.
 """
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,9 +35,12 @@ class Acceptances:
         """`expected`: initial estimate of the probability that a draft is accepted, for each kind of drafts. Drafts of
         one kind are expected to be accepted equally often. `num_rows`: maximum number of sequences at the same time."""
         self._expected_M = np.array(expected, np.float64)
-        self._all_M = np.zeros((2, len(expected)))
+        self._counts = array("d", bytes(8 * 2 * (num_rows + 1) * len(expected)))
+        """Counts of drafts, which `took` changes one by one, faster than through the following views."""
+        counts_RM = np.frombuffer(self._counts).reshape(2, num_rows + 1, len(expected))
+        self._rows_RM = counts_RM[:, :num_rows]
+        self._all_M = counts_RM[:, num_rows]
         """Counts of the drafts of all sequences."""
-        self._rows_RM = np.zeros((2, num_rows, len(expected)))
         self._estimates_RM = np.zeros((num_rows, len(expected)))
 
     def update(self, rows_B: Ints, kinds_BK: Ints, is_offered_BK: NDArray[np.bool_], num_rounds: int) -> None:
@@ -55,16 +59,16 @@ class Acceptances:
         estimates_BK: Floats = self._estimates_RM[rows_B[:, None], kinds_BK]
         return estimates_BK
 
-    def took(self, rows_B: Ints, kinds_B: Ints, num_accepted_B: Ints, num_drafts_B: Ints) -> None:
-        """Record that the first `num_accepted_B` of the `num_drafts_B` drafts of each sequence were accepted. `rows_B`:
-        numbers of the sequences; -1 for a sequence that has ended in this round. The counts of all sequences together
-        include such a sequence."""
-        counts_B = np.stack([num_accepted_B, num_accepted_B < num_drafts_B])
-        is_open_B = rows_B >= 0
-        places = slice(None), rows_B[is_open_B], kinds_B[is_open_B]
-        self._rows_RM[places] = self._rows_RM[places] * _KEPT_SHARE + counts_B[:, is_open_B]
-        self._all_M *= (1 - (1 - _KEPT_SHARE) / 16) ** np.bincount(kinds_B, minlength=len(self._expected_M))
-        self._all_M += [np.bincount(kinds_B, each, minlength=len(self._expected_M)) for each in counts_B]
+    def took(self, row: int, kind: int, num_accepted: int, num_drafts: int) -> None:
+        """Record that the first `num_accepted` of the `num_drafts` drafts of a sequence were accepted. `row`: number of
+        the sequence; -1 for a sequence that has ended in this round. The counts of all sequences together include such
+        a sequence."""
+        num_kinds, half = len(self._expected_M), len(self._counts) // 2
+        whole = half - num_kinds + kind
+        own = row * num_kinds + kind if row >= 0 else whole
+        for place, kept in ((own, _KEPT_SHARE), (whole, 1 - (1 - _KEPT_SHARE) / 16))[row < 0 :]:
+            self._counts[place] = self._counts[place] * kept + num_accepted
+            self._counts[half + place] = self._counts[half + place] * kept + (num_accepted < num_drafts)
 
     def forget(self, row: int) -> None:
         """Drop the counts of a sequence."""

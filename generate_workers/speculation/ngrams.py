@@ -22,10 +22,8 @@ SHORTEST = 2
 KINDS = {2: 0.3, 3: 0.4, 4: 0.6, 8: 0.8, 16: 0.9}
 """Kinds of drafts. Key: minimum length of the match, i.e. of the text at the sequence's end that also precedes the
 copied tokens, in tokens. Value: initial estimate of the probability that such a draft is accepted."""
-_LONGEST_MATCH = max(KINDS)
-_KIND_OF = [sum(least <= num_same for least in KINDS) - 1 for num_same in range(_LONGEST_MATCH + 1)]
-"""Index of the kind in KINDS, for each length of the match."""
-
+_LONGEST_FIRST = list(enumerate(KINDS))[::-1]
+"""Index of each kind in KINDS and the minimum length of its matches, the longest first."""
 
 _TOKEN_BITS = 24
 """Number of bits of a token id in an n-gram's key."""
@@ -58,14 +56,15 @@ class _Index:
             key = (key << _TOKEN_BITS | token_ids[position]) & _MASKS[0]
             for behind, mask in self._tables:
                 behind[key & mask] = position + 1
-        self._num_indexed, self._place = end, None
         self._key = key = (key << _TOKEN_BITS | token_ids[-1]) & _MASKS[0]
+        shortest, mask = self._tables[-1]
+        place = shortest.get(key & mask)
+        if place is not None:  # else no longer n-gram has occurred, either
+            place = next((found for behind, mask in self._tables if (found := behind.get(key & mask)) is not None))
         for behind, mask in self._tables:
-            part = key & mask
-            if self._place is None:
-                self._place = behind.get(part)
-            behind[part] = end
-        return self._place
+            behind[key & mask] = end
+        self._num_indexed, self._place = end, place
+        return place
 
 
 class NgramProposer:
@@ -109,10 +108,10 @@ class NgramProposer:
         return self._indices[row].find(row.token_ids)
 
 
-def _kind(token_ids: Sequence[int], place: int) -> int:
+def _kind(token_ids: list[int], place: int) -> int:
     """Return the kind of drafts that are copied from `place`, which is the position after an occurrence of the
     sequence's last tokens."""
-    num_same, most_same = SHORTEST, min(place, _LONGEST_MATCH)
-    while num_same < most_same and token_ids[place - num_same - 1] == token_ids[-num_same - 1]:
-        num_same += 1
-    return _KIND_OF[num_same]
+    for kind, least in _LONGEST_FIRST:
+        if place >= least and token_ids[place - least : place] == token_ids[-least:]:
+            return kind
+    return 0

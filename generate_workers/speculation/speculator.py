@@ -18,6 +18,7 @@ from baton.planning.speculation import (
     DraftOptions,
     Ints,
     Round,
+    expected_drafts,
     plan_at_rate,
     plan_round,
 )
@@ -62,8 +63,8 @@ class PlannedDrafts(NamedTuple):
     """Number of keys that the last token of the sequence attends to."""
     draft_keys: int
     """Number of keys that a draft step attends to; 0 for drafts without draft steps."""
-    acceptance: float
-    """Probability that a draft is accepted if all drafts before it were accepted."""
+    num_tokens: float
+    """Expected number of accepted drafts."""
 
 
 class Speculator:
@@ -125,26 +126,27 @@ class Speculator:
     def plan(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> StepPlan:
         """Return `plan` with a number of drafts for each decoding sequence. The returned plan also contains the
         additional work of making and verifying the drafts. A sequence gets no drafts if no memory is free for them."""
-        decoding = [rows[span.slot] for span in plan.spans if _decodes(span)]
+        is_mixed = plan.num_prefill_tokens > 0
+        decoding = [rows[span.slot] for span in plan.spans if not is_mixed or _decodes(span)]
         num_known_B = np.fromiter([row.num_known for row in decoding], np.int64, len(decoding))
         self._plain = StepWork.plain(len(decoding), int(num_known_B.sum()))
         planned = self._take(decoding, num_known_B)
         self._planned = {
             row.slot: drafts
-            for row, drafts in planned.items()
-            if self._slots.extend(row.slot, row.num_known + drafts.num_drafts) is None
+            for row, drafts in planned
+            if self._slots.extend(row.slot, drafts.context + drafts.num_drafts) is None
         }
         num_drafts = {slot: drafts.num_drafts for slot, drafts in self._planned.items()}
         drafting, verifying = self._works(num_drafts)
-        added = [expected_tokens(each.acceptance, each.num_drafts) - 1 for each in self._planned.values()]
+        num_tokens = len(decoding) + sum([each.num_tokens for each in self._planned.values()])
         draft_s = self._draft_cost.launched.seconds(drafting)
         verify_cost = self._cost.launched if num_drafts else self._cost.plain
-        self._expected = len(decoding) + sum(added), draft_s + verify_cost.seconds(verifying)
+        self._expected = num_tokens, draft_s + verify_cost.seconds(verifying)
         if not num_drafts:
             return plan
         spans = tuple(
             [
-                replace(span, num_drafts=num_drafts[span.slot]) if span.slot in num_drafts else span
+                RowSpan(span.slot, span.tokens, span.samples, num) if (num := num_drafts.get(span.slot)) else span
                 for span in plan.spans
             ]
         )
@@ -181,8 +183,7 @@ class Speculator:
         """Record the results of a round (the draft steps and the step that verifies the drafts). Return the plan with
         the work of the drafts that were made, and the measured seconds of the draft steps."""
         verify_s = self._clock.now_s() - self._verifying_since_s
-        for name in {draft.source for draft in drafts.values()}:
-            self._took(name, drafts, verified)
+        self._took(drafts, verified)
         tokens, seconds = (0.0, 0.0) if plan.num_prefill_tokens else self._expected
         token_bytes, weight_bytes = self._draft_bytes
         self.stats = SpeculationStats(
@@ -211,15 +212,16 @@ class Speculator:
         if index is not None:
             self._free_indices.append(index)
 
-    def _took(self, name: str, drafts: Drafts, verified: Verified) -> None:
-        """Record which drafts of one source were accepted."""
-        mine = [(slot, *found) for slot, found in verified.num_accepted.items() if drafts[slot].source == name]
-        indices = [self._index_of.get(row, -1) for _, row, _ in mine]
-        kinds, lengths = [self._planned[slot].kind for slot, *_ in mine], [len(drafts[slot]) for slot, *_ in mine]
-        accepted = [num_accepted for *_, num_accepted in mine]
-        columns = np.array([indices, kinds, accepted, lengths], np.int64).reshape(4, -1)
-        self._sources[name].acceptances.took(*columns)
-        self._counts[name] += DraftCounts(name, len(mine), sum(lengths), sum(accepted))
+    def _took(self, drafts: Drafts, verified: Verified) -> None:
+        """Record which drafts were accepted."""
+        counts = {name: [0, 0, 0] for name in self._sources}
+        for slot, (row, num_accepted) in verified.num_accepted.items():
+            draft, kind = drafts[slot], self._planned[slot].kind
+            num_drafts, mine = len(draft.token_ids), counts[draft.source]
+            self._sources[draft.source].acceptances.took(self._index_of.get(row, -1), kind, num_accepted, num_drafts)
+            mine[:] = mine[0] + 1, mine[1] + num_drafts, mine[2] + num_accepted
+        for name, each in counts.items():
+            self._counts[name] += DraftCounts(name, *each)
 
     def _without_drafts(self, rows: Sequence[Row], num_known_B: Ints, offers: Mapping[str, DraftOffers]) -> bool:
         """Return whether the next round needs no plan and is a normal decode step. This is the case if the round before
@@ -254,7 +256,7 @@ class Speculator:
         self._indices_B = indices_B
         self._num_since_update += 1
 
-    def _take(self, rows: Sequence[Row], num_known_B: Ints) -> dict[Row, PlannedDrafts]:
+    def _take(self, rows: Sequence[Row], num_known_B: Ints) -> list[tuple[Row, PlannedDrafts]]:
         """Return the drafts of the sequences that get some. The number of drafts is set by the request, else by the
         configuration, else it is planned."""
         self._number(rows)
@@ -266,7 +268,7 @@ class Speculator:
             if not source.draft_keys
         }
         if not rows or self._without_drafts(rows, num_known_B, looked_up):
-            return {}
+            return []
         offers = [
             looked_up[name] if name in looked_up else source.proposer.offers(rows, num_known_B, most_B)
             for name, source in self._sources.items()
@@ -284,17 +286,19 @@ class Speculator:
         asked = [row.sampler.params.num_drafts for row in rows]
         fixed = [self._fixed_drafts if num is None else num for num in asked]
         num_B, chosen_B = self._choose(fixed, options, [names.index(name) for name in self._sources])
-        return {
-            rows[index]: PlannedDrafts(
-                names[chosen_B[index]],
-                int(kinds_BK[index, chosen_B[index]]),
-                int(num_B[index]),
-                rows[index].num_known,
-                int(num_keys_BK[index, chosen_B[index]]),
-                float(options.acceptance_BK[index, chosen_B[index]]),
-            )
-            for index in num_B.nonzero()[0].tolist()
-        }
+        drafting_D = num_B.nonzero()[0]
+        num_D, chosen_D = num_B[drafting_D], chosen_B[drafting_D]
+        places = drafting_D, chosen_D
+        columns = (
+            kinds_BK[places],
+            num_D,
+            num_known_B[drafting_D],
+            num_keys_BK[places],
+            expected_drafts(options.acceptance_BK[places], num_D),
+        )
+        sources_D = [names[chosen] for chosen in chosen_D.tolist()]
+        planned = map(PlannedDrafts, sources_D, *[column.tolist() for column in columns])
+        return list(zip([rows[index] for index in drafting_D.tolist()], planned, strict=True))
 
     def _choose(self, fixed: Sequence[int | None], options: DraftOptions, firsts: Sequence[int]) -> tuple[Ints, Ints]:
         """Return the number of drafts and the option of each sequence. `fixed`: numbers of drafts; None if the number
@@ -333,7 +337,8 @@ class Speculator:
         for slot, num in num_drafts.items():
             planned = self._planned[slot]
             num_tokens, num_pairs = num_tokens + num, num_pairs + num * planned.context
-            by_source.setdefault(planned.source, []).append(RowDrafts(planned.context, num, planned.draft_keys))
+            if planned.draft_keys:
+                by_source.setdefault(planned.source, []).append(RowDrafts(planned.context, num, planned.draft_keys))
         drafting = sum(map(drafting_work, by_source.values()), NO_WORK)
         return drafting, self._plain + StepWork(num_tokens, 0, num_pairs, 0)
 

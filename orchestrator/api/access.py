@@ -22,8 +22,6 @@ class AllowedCallers(Enum):
     """Every caller that reaches the port."""
     CALLERS = "callers"
     """All callers. If `require_api_key` is set, only callers that send a key, or the name of a trusted tenant."""
-    MEMBERS = "members"
-    """Callers that have the cluster's secret."""
     OPERATORS = "operators"
     """Callers that have the cluster's secret and, if keys for operators are configured, an operator's key."""
 
@@ -63,5 +61,5 @@ def check_access(tenants: Tenants, secret: ClusterSecret, method: str, metadata:
         raise UnauthenticatedError(
             f"{name} is for operators: send an operator's key as {AUTHORIZATION_KEY}: Bearer KEY"
         )
-    if access in (AllowedCallers.MEMBERS, AllowedCallers.OPERATORS):
+    if access is AllowedCallers.OPERATORS:
         secret.check(method, metadata)

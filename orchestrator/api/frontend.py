@@ -1,8 +1,8 @@
 """Serves the orchestrator over gRPC: checks the clients' requests, and sends the scheduler's events to the clients.
 
-`orchestrator.api.access` checks each call first. `orchestrator.api.admin` is served on
-the same port. Runs on the process's event loop. Long prompts are tokenized in threads. The interceptor that
-`baton.transport.channel.make_server` installs converts errors to gRPC statuses, with RetryInfo.
+`orchestrator.api.access` checks each call first. `orchestrator.api.admin` is served on the same port. Runs on the
+process's event loop. Long prompts are tokenized in threads. The interceptor that `baton.transport.channel.make_server`
+installs converts errors to gRPC statuses, with RetryInfo.
 """
 
 import asyncio

@@ -88,7 +88,7 @@ def predictions_to_proto(planner: ChainPlanner) -> pb.Predictions:
     """Return the data of a planner that has observed nothing as a message: nominal costs, table of chain partitions,
     limits, and data about local prefill."""
     nominal = asdict(planner.nominal)
-    del nominal["prefill"]["push"]  # no planner predicts the time of pushing by it
+    del nominal["prefill"]["push"]  # planners predict the time of pushing by itself
     return pb.Predictions(
         nominal=pb.ModelCosts(**nominal),
         knots=[pb.Knot(**asdict(knot)) for knots in planner.table.knots.values() for knot in knots],

@@ -69,6 +69,10 @@ def test_what_starts_a_cluster_leaves_torch_and_transformers_to_its_workers() ->
     assert not {"torch", "transformers", "baton_lab"} & loaded_after(*modules)
 
 
+def test_commands_are_listed_without_the_packages_of_extras() -> None:
+    assert not {"grpc", "numpy", "pydantic", "ray", "rich", "torch", "transformers"} & loaded_after("deploy.cli")
+
+
 def test_what_serves_leaves_the_laboratory_out() -> None:
     modules = ("gateway.app", "orchestrator.api.host", "prefill_workers.servicer", "generate_workers.servicer")
     assert "baton_lab" not in loaded_after(*modules)

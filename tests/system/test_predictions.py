@@ -14,7 +14,7 @@ from baton.sampling_params import SamplingParams
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.clients import HOST, Answer
 from tests.support.clusters.cluster import cluster
-from tests.support.clusters.planners import costs_of, linear_planner
+from tests.support.clusters.planners import costs_of, linear_planner, times
 from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
 
@@ -28,9 +28,9 @@ WRONG = 20.0
 """How many times too much, or too little, is assumed."""
 
 
-def assuming(times: float) -> ChainPlanner:
-    """Return a planner whose prefills take `times` times as long as those of `linear_planner`, at first."""
-    costs = costs_of(linear_planner().cost.times(times))
+def assuming(factor: float) -> ChainPlanner:
+    """Return a planner whose prefills take `factor` times as long as those of `linear_planner`, at first."""
+    costs = costs_of(times(linear_planner().cost, factor))
     return ChainPlanner(costs, max_ranks=1, max_tokens=512)
 
 

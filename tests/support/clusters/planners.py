@@ -29,7 +29,7 @@ class FixedPlanner(ChainPlanner):
 
     def observe(self, group: Hashable, ranks: Sequence[RankTiming]) -> None:
         super().observe(group, ranks)
-        self._rank_costs = PrefillCosts(self.nominal.prefill)
+        self._rank_costs, self._send_factor = PrefillCosts(self.nominal.prefill), 1.0
 
 
 def planner_of(
@@ -53,6 +53,13 @@ def _searched(cost: CostModel, max_ranks: int, max_tokens: int) -> ChainPlanner:
     return ChainPlanner(costs_of(cost), max_ranks=max_ranks, max_tokens=max_tokens)
 
 
+def times(cost: CostModel, factor: float) -> CostModel:
+    """Return a copy in which all times, including those of links, are multiplied by `factor`."""
+    names = ("linear_s", "pair_s", "fixed_s", "issue_s", "head_s", "copy_s")
+    slower = {name: factor * getattr(cost, name) for name in names}
+    return replace(cost, link=cost.link.times(factor), **slower)
+
+
 def costs_of(cost: CostModel, step: WorkCost = STEP) -> ModelCosts:
     """Return these costs of prefill and of steps, for a tiny model with as many layers as `cost` has."""
     return ModelCosts(replace(_SHAPE, num_layers=cost.num_layers), cost, step, 2.0)
@@ -69,7 +76,7 @@ def deciding_planner(speed: float = 1.0, *, max_ranks: int = 1, slower: float = 
     """Return a planner that decides between disaggregated and local prefill. Ranks take 0.1 ms * `slower` per token and
     layer. The generation group prefills at `speed` times the speed of a rank. Its steps take 20 ms without prefill, and
     at most twice as long with prefill."""
-    return planner_of(_LINEAR.times(slower), max_ranks=max_ranks, local=LocalPrefill(speed, 256))
+    return planner_of(times(_LINEAR, slower), max_ranks=max_ranks, local=LocalPrefill(speed, 256))
 
 
 def traffic_planner(hardware: str, max_ranks: int = 1) -> RecallingPlanner:

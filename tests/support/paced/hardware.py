@@ -25,6 +25,7 @@ from baton.types import TokenRange
 from baton_lab.study.prefill_fit import Points, measured_link
 from baton_lab.traffic.service import RecallingPlanner
 from generate_workers.engine.model_shape import model_shape
+from tests.support.clusters.planners import times
 from tests.support.models.letter_models import LetterShape, write_letter_model
 
 SHAPE = LetterShape(num_layers=6, hidden=16, inner=16, num_heads=1, num_kv_heads=1, max_tokens=32_768)
@@ -85,7 +86,7 @@ class PacedHardware:
 
     def slower(self, factor: float) -> Self:
         """Return hardware that takes `factor` times as long for prefills."""
-        return replace(self, costs=replace(self.costs, prefill=self.costs.prefill.times(factor)))
+        return replace(self, costs=replace(self.costs, prefill=times(self.costs.prefill, factor)))
 
     def profile(self, name: str) -> DeviceProfile:
         """Return the profile of a device with these costs of prefill, by which workers are told apart."""

@@ -43,7 +43,6 @@ def _refusal(cache: Path, *assignments: str) -> str:
         (("prefill.num_groups=64", "prefill.num_ranks=64"), "baton: memory: "),
         pytest.param(("orchestrator.cores=[4096]",), "baton: cores: pinned to [4096], and there are ", marks=CI),
         pytest.param(("model.dtype=int3",), "baton: model.dtype = 'int3' is wrong: ", marks=CI),
-        (("prefill.calibration=/absent.json",), "baton: /absent.json: cannot be read (No such file or directory): "),
         (("generate.device=cuda",), "baton: devices: generate.device = cuda is not available: "),
         (("ray.address=127.0.0.1:1",), "baton: Ray at 127.0.0.1:1 "),
     ],

@@ -57,14 +57,14 @@ def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        pytest.param(b'{"schema": 1, "profile": {"name": "\xff"}}', "invalid unicode code point", id="not UTF-8"),
+        pytest.param(b'{"schema": 2, "profile": {"name": "\xff"}}', "invalid unicode code point", id="not UTF-8"),
         pytest.param(b"", "EOF while parsing", id="empty"),
-        pytest.param(b'{"schema": 1, "prof', "EOF while parsing a string", id="cut off"),
+        pytest.param(b'{"schema": 2, "prof', "EOF while parsing a string", id="cut off"),
         pytest.param(b'["schema"]', "Input should be an object", id="a list"),
         pytest.param(b"null", "Input should be an object", id="nothing"),
         pytest.param(b"{}", "schema: Field required", id="no schema"),
-        pytest.param(b'{"schema": 1}', "profile: Field required", id="no profile"),
-        pytest.param(b'{"schema": 1, "profile": null}', "profile: Input should be an object", id="no fields"),
+        pytest.param(b'{"schema": 2}', "profile: Field required", id="no profile"),
+        pytest.param(b'{"schema": 2, "profile": null}', "profile: Input should be an object", id="no fields"),
     ],
 )
 def test_what_is_no_profile_is_refused_by_name(path: Path, content: bytes, told: str) -> None:
@@ -74,10 +74,10 @@ def test_what_is_no_profile_is_refused_by_name(path: Path, content: bytes, told:
     assert told in message
 
 
-@pytest.mark.parametrize("schema", [0, 2])
+@pytest.mark.parametrize("schema", [1, 3])
 def test_another_schema_is_refused(path: Path, schema: int) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "schema": schema}))
-    assert refusal(path) == f"schema = {schema}, and this version reads 1: delete the file"
+    assert refusal(path) == f"schema = {schema}, and this version reads 2: delete the file"
 
 
 def put(fields: dict[str, Any], place: str, value: object) -> None:

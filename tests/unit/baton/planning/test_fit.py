@@ -55,22 +55,19 @@ def seconds_of(works: tuple[StepWork, ...], cost: WorkCost) -> NDArray[np.float6
 )
 def test_costs_of_steps_come_back(step_s: float, token_s: float, key_s: float, pair_s: float) -> None:
     cost, works = WorkCost(step_s, token_s, key_s, pair_s), PLAIN + ROUNDS
-    fitted, residual = fit_columns(columns_of(works), seconds_of(works, cost), KNOWN)
+    fitted = fit_columns(columns_of(works), seconds_of(works, cost), KNOWN)
     assert seconds_of(works, fitted) == pytest.approx(seconds_of(works, cost), rel=1e-6)
-    assert residual < 1e-6
 
 
 def test_only_rounds_of_drafts_tell_what_pairs_cost() -> None:
     """Without any, pairs cost what was known before; with some, they cost what the rounds took."""
     true = WorkCost(0.013, 0.4e-3, 2.3e-6, 0.3e-6)
-    plain, _ = fit_columns(columns_of(PLAIN), seconds_of(PLAIN, true), KNOWN)
+    plain = fit_columns(columns_of(PLAIN), seconds_of(PLAIN, true), KNOWN)
     assert plain.pair_s == KNOWN.pair_s
     assert (plain.step_s, plain.token_s, plain.key_s) == pytest.approx((0.013, 0.4e-3, 2.3e-6), rel=1e-3)
     works = PLAIN + ROUNDS
     seconds = seconds_of(works, true)
-    assert fit_columns(columns_of(works), seconds, KNOWN)[0].pair_s == pytest.approx(true.pair_s, rel=1e-3)
-    seconds[len(PLAIN) :] *= 2
-    assert fit_columns(columns_of(works), seconds, KNOWN)[1] > 0.1
+    assert fit_columns(columns_of(works), seconds, KNOWN).pair_s == pytest.approx(true.pair_s, rel=1e-3)
 
 
 def test_rounds_tell_what_rows_cost_where_plain_steps_are_of_one_kind() -> None:
@@ -80,7 +77,7 @@ def test_rounds_tell_what_rows_cost_where_plain_steps_are_of_one_kind() -> None:
         for drafts in (1, 3, 6)
     )
     works = (StepWork.plain(1, 500), *rounds)
-    fitted, _ = fit_columns(columns_of(works), seconds_of(works, true), KNOWN)
+    fitted = fit_columns(columns_of(works), seconds_of(works, true), KNOWN)
     assert seconds_of(rounds, fitted) == pytest.approx(seconds_of(rounds, true), rel=1e-3)
 
 

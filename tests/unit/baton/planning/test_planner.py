@@ -199,11 +199,46 @@ def pushed(end_ns: int, push_end_ns: int, num_bytes: int) -> RankTiming:
     return RankTiming(0, TokenRange(0, 10), 0, end_ns, 0.0, 0, push_end_ns, num_bytes, 0, ())
 
 
+def sent(planner: ChainPlanner, link: LinkModel) -> list[RankTiming]:
+    """Return timings of a chain of two ranks that compute as the planner assumes, and whose messages take `link`."""
+    num_layers, num_bytes = planner.cost.num_layers, 500 * planner.cost.kv_bytes
+    chunks = TokenRange(0, 500), TokenRange(500, 1000)
+    return [
+        RankTiming(
+            *(rank, tokens, 1, 1 + round(seconds * 1e9), 0.0, 0, 0, 0),
+            num_bytes_sent=num_layers * num_bytes * (rank == 0),
+            layers=(),
+            num_messages_sent=num_layers * (rank == 0),
+            send_s=num_layers * link.seconds(num_bytes) * (rank == 0),
+        )
+        for rank, (tokens, seconds) in enumerate(zip(chunks, planner.rank_s(chunks), strict=True))
+    ]
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_partitions_follow_the_link_that_messages_had(width: int) -> None:
+    """Llama 7B on ranks of 32 cores. Messages are 16 times as slow as assumed."""
+    assumed, prompt = ModelCosts.of(SHAPES["llama-7b"], cpu_rank(32, 2)), behind(0, 1000)
+    slow = assumed.prefill.link.times(16)
+    true = dataclasses.replace(assumed, prefill=dataclasses.replace(assumed.prefill, link=slow))
+    planner, knowing = (ChainPlanner(each, max_ranks=4, max_tokens=4096) for each in (assumed, true))
+    knots = planner.chunks(prompt, width)
+    planner.observe("chain", sent(planner, assumed.prefill.link))
+    assert planner.cost.link == assumed.prefill.link and planner.chunks(prompt, width) == knots
+    for _ in range(3):
+        planner.observe("chain", sent(planner, slow))
+    assert planner.cost.link == slow and planner.nominal == assumed
+    assert planner.ttft_s(knots) == pytest.approx(knowing.ttft_s(knots), rel=0.01)
+    assert planner.layer_s(knots) == pytest.approx(knowing.layer_s(knots), rel=0.01)  # else it counts as stalled
+    taken = knowing.ttft_s(planner.chunks(prompt, width))
+    assert taken < 0.8 * knowing.ttft_s(knots)
+    assert taken < 1.1 * knowing.ttft_s(knowing.chunks(prompt, width))
+
+
 def test_kv_that_does_not_fit_beside_the_chain_takes_longer_than_its_last_layer() -> None:
     planner = planner_of(SLOW, max_ranks=1)
     assert planner.push_s(10, prefill_s=100.0) == pytest.approx(0.5 + 1.0)  # the last layer's 1,000 bytes
     assert planner.push_s(10, prefill_s=2.0) == pytest.approx(0.5 + 8.0)
-    assert planner_of(dataclasses.replace(SLOW, push=LinkModel()), max_ranks=1).push_s(10, 2.0) == 0.0  # in ttft_s
 
 
 def test_what_pushes_take_is_scaled_by_what_they_took_after_their_chains() -> None:
@@ -296,7 +331,8 @@ def test_workers_on_another_device_have_a_planner_of_their_own() -> None:
     assert other.nominal == ModelCosts.of(SHAPE, there.hardware)
     assert other.local == LocalPrefill(1.0, 256, 0.25)  # ranks and engines with the same profile are equally fast
     assert other.step_s(3, 500) == ModelCosts.of(SHAPE, there.hardware).step.plain_s(3, 500)
-    assert planner.for_device(dataclasses.replace(there, is_measured=True)) is not other  # the rates may differ
+    faster = dataclasses.replace(there.hardware, linear_flops=2 * there.hardware.linear_flops)
+    assert planner.for_device(dataclasses.replace(there, hardware=faster)) is not other  # measured again
     other.observe("chain", done(planner, 2800, slower=3.0))
     assert planner.cost == ASSUMED.prefill != other.cost
     assert other.nominal.prefill.linear_s < other.cost.linear_s

@@ -1,5 +1,6 @@
 """Costs of steps are learnt from those that ran: against simulated engines whose costs are known, and change."""
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -165,6 +166,20 @@ def test_steps_that_replay_a_graph_have_costs_of_their_own() -> None:
     assert cost.launched.seconds(VERIFYING) == pytest.approx(0.1)
     assert cost.plain.seconds(PLAIN) == pytest.approx(5e-3)
     assert (cost.learnt.plain, cost.learnt.launched, cost.learnt.num_steps) == (cost.plain, cost.launched, 20)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_times_of_batches_that_ran_long_ago_do_not_grow_with_each_change(seed: int) -> None:
+    """The engine becomes slower or faster at every fourth step. Large batches ran only at first."""
+    true, factor = WorkCost(1e-3, 2e-4, 1e-7, 0.0), 1.0
+    chance, cost = random.Random(seed), StepCost(WorkCost(1e-4, 1e-5, 1e-8, 1e-9), 1e-5)
+    for step in range(8000):
+        factor = math.exp(chance.gauss(0.0, 0.7)) if step % 4 == 0 else factor
+        num_rows = step + 1 if step < 50 else 1
+        work = StepWork.plain(num_rows, 200 * num_rows)
+        cost.observe(work, 0.0, factor * true.seconds(work))
+    known, early = (cost.launched.plain_s(num, 200) / true.plain_s(num, 200) for num in (1, 16))
+    assert 0.5 < early / known < 2
 
 
 def test_short_prompts_do_not_raise_the_rate_where_launching_takes_the_time() -> None:

@@ -1,13 +1,15 @@
 """`baton calibrate` measures this machine again, and replaces the profile that is kept."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from baton.planning.device_profile import nominal_core, save
 from deploy.commands.record import ClusterRecord, live_clusters, process_start
 from deploy.machine import device_profile
-from deploy.machine.device_profile import kept_path, kept_profile
+from deploy.machine.device_profile import kept_path, kept_profile, must_measure
 from tests.support.wire.commands import Baton, Run
 
 COMMAND = ("calibrate", "--device", "cpu", "--dtype", "float32", "--seconds", "0.3")
@@ -27,16 +29,20 @@ def test_a_profile_is_measured_and_replaced(cache: Path, baton: Baton, monkeypat
 
 def test_rates_that_do_not_agree_leave_the_former(cache: Path, baton: Baton, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_profile, "_AGREEMENT", -1.0)
-    refused = baton.run(COMMAND)
-    assert (refused.status, refused.out) == (1, "float32: not kept\n  before: nothing was kept\n")
-    assert not kept_path("cpu", 4).exists()
+    former = replace(nominal_core(4), is_measured=True)
+    kept_path("cpu", 4).parent.mkdir(parents=True)
+    save(former, kept_path("cpu", 4))
+    assert baton.run(COMMAND) == Run(1, f"float32: not kept\n  before: {former}\n", "")
+    assert kept_profile("cpu", 4) == former and not must_measure("cpu", 4)
 
 
-def test_a_running_cluster_would_distort_the_rates(cache: Path, baton: Baton) -> None:
+def test_a_running_cluster_would_distort_the_rates(cache: Path, baton: Baton, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = os.getpid()
     ClusterRecord("mine", pid, process_start(pid), "here:1", "").save()
     refused = "baton: cluster mine runs on this machine: end it with `baton stop`, or add --anyway\n"
     assert baton.run(COMMAND) == Run(1, "", refused)
+    monkeypatch.setattr(device_profile, "_AGREEMENT", 1.0)
+    assert baton.run([*COMMAND, "--anyway"]).status == 0
     ClusterRecord("mine", pid, "another start", "here:1", "").save()
     assert live_clusters() == []
 

@@ -26,9 +26,9 @@ def step_s(decoding: Decoding, work: float) -> float:
     return decode_s + work * RATE_S
 
 
-def taught(max_stretch: float = 1.5, mixed_step_s: float = 0.0, burst_step_s: float = 0.0) -> StepBound:
+def taught(max_stretch: float = 1.5, budget_s: float = 0.0, allowance_s: float = 0.0) -> StepBound:
     """Has seen decoding of some sizes, and prefill alone."""
-    bound = StepBound(max_stretch, mixed_step_s, burst_step_s)
+    bound = StepBound(max_stretch, budget_s, allowance_s)
     for num_rows, context in ((1, 100), (2, 900), (4, 300), (8, 500), (8, 1500)):
         decoding = Decoding(num_rows, num_rows * context)
         bound.observe(decoding, 0, step_s(decoding, 0))
@@ -63,13 +63,13 @@ def test_a_step_may_take_some_seconds_whatever_decoding_takes() -> None:
 
 def test_longer_steps_end_all_prefills_that_wait() -> None:
     decoding, plain = Decoding(8, 4000), taught().max_work(Decoding(8, 4000))
-    bound = taught(burst_step_s=1.0)
+    bound = taught(allowance_s=1.0)
     assert bound.max_work(decoding, waiting=1.0 / RATE_S) == math.inf
     assert bound.max_work(decoding, waiting=1.01 / RATE_S) == bound.max_work(decoding) == plain, "it would not end them"
 
 
 def test_streams_are_slow_only_once_in_a_while() -> None:
-    bound, decoding, work = taught(burst_step_s=1.0), Decoding(8, 4000), 0.9 / RATE_S
+    bound, decoding, work = taught(allowance_s=1.0), Decoding(8, 4000), 0.9 / RATE_S
     decode_s = step_s(decoding, 0)
     bound.observe(decoding, work, step_s(decoding, work))
     assert bound.max_work(decoding, waiting=work) < work
@@ -79,7 +79,7 @@ def test_streams_are_slow_only_once_in_a_while() -> None:
 
 
 def test_a_pause_is_forgotten_when_no_stream_runs() -> None:
-    bound, decoding, work = taught(burst_step_s=1.0), Decoding(8, 4000), 0.9 / RATE_S
+    bound, decoding, work = taught(allowance_s=1.0), Decoding(8, 4000), 0.9 / RATE_S
     bound.observe(decoding, work, step_s(decoding, work))
     bound.observe(Decoding(0, 0), 256, step_s(Decoding(0, 0), 256))
     assert bound.max_work(decoding, waiting=work) == math.inf
@@ -88,7 +88,7 @@ def test_a_pause_is_forgotten_when_no_stream_runs() -> None:
 def test_prompts_that_come_together_are_steps_of_a_few() -> None:
     """The seconds of the whole burst decide whether its steps may be long, beside streams too."""
     work = 16 * WORK.of(TokenRange(0, 205)) * RATE_S
-    batch = Batch(ChunkedPrefillPolicy(1024, taught(burst_step_s=work), WORK))
+    batch = Batch(ChunkedPrefillPolicy(1024, taught(allowance_s=work), WORK))
     batch.join(SlotId(0), num_cached=100, num_known=101, num_output=2)
     for slot in range(1, 17):
         batch.join(SlotId(slot), num_cached=0, num_known=205)
@@ -97,7 +97,7 @@ def test_prompts_that_come_together_are_steps_of_a_few() -> None:
 
 
 def test_a_burst_that_is_too_long_is_bounded_until_little_of_it_is_left() -> None:
-    batch = Batch(ChunkedPrefillPolicy(1024, taught(mixed_step_s=0.05, burst_step_s=0.5), WORK))
+    batch = Batch(ChunkedPrefillPolicy(1024, taught(budget_s=0.05, allowance_s=0.5), WORK))
     batch.join(SlotId(0), num_cached=100, num_known=101, num_output=2)
     for slot in range(1, 9):
         batch.join(SlotId(slot), num_cached=0, num_known=205)
@@ -108,7 +108,7 @@ def test_a_burst_that_is_too_long_is_bounded_until_little_of_it_is_left() -> Non
 
 def started_together(num_prompts: int, num_tokens: int) -> Batch:
     """Prompts that wait beside two rows that have no more than their first token."""
-    batch = Batch(ChunkedPrefillPolicy(512, taught(burst_step_s=1e-6), WORK))
+    batch = Batch(ChunkedPrefillPolicy(512, taught(allowance_s=1e-6), WORK))
     for slot in range(2):
         batch.join(SlotId(slot), num_cached=205, num_known=206, num_output=1)
     for slot in range(2, 2 + num_prompts):
@@ -130,7 +130,7 @@ def test_too_many_or_too_long_prompts_are_bounded_by_tokens(num_prompts: int, nu
 
 
 def test_a_first_pause_is_not_held_against_later_ones() -> None:
-    bound, work = taught(burst_step_s=1.0), 0.9 / RATE_S
+    bound, work = taught(allowance_s=1.0), 0.9 / RATE_S
     starting, going = Decoding(2, 412, is_streaming=False), Decoding(2, 414)
     bound.observe(starting, 4 * work, step_s(starting, 4 * work))
     assert bound.max_work(going, waiting=work) == math.inf

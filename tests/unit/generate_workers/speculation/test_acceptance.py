@@ -15,7 +15,7 @@ def estimates(made: Acceptances, num_rounds: int = 1) -> list[float]:
 
 
 def took(made: Acceptances, row: int, num_accepted: int, num_drafts: int, kind: int) -> None:
-    made.took(*(np.array([each]) for each in (row, kind, num_accepted, num_drafts)))
+    made.took(row, kind, num_accepted, num_drafts)
 
 
 def test_estimates_begin_as_expected_and_follow_what_was_accepted() -> None:
