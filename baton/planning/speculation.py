@@ -31,6 +31,8 @@ Floats = NDArray[np.float64]
 _DRAFTS_G = np.arange(1, MOST_DRAFTS + 1)
 _NEVER = 1e-9
 """Smallest probability with which logarithms are calculated, of acceptance and of rejection."""
+_FREE = 1e-300
+"""Smallest number of tokens in the time of a draft with which logarithms are calculated. Learnt costs may be 0."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ class _Search:
         array over drafts."""
         acceptance_BK, least_BK = self._options.acceptance_BK, rate * self._seconds_BK1[:, :, 0]
         log_BK = np.log(acceptance_BK.clip(_NEVER, 1 - _NEVER))
-        worthwhile_BK = np.ceil(np.log(least_BK) / log_BK) - 1  # a^g > least
+        worthwhile_BK = np.ceil(np.log(least_BK.clip(_FREE)) / log_BK) - 1  # a^g > least
         most_BK = np.minimum(worthwhile_BK.clip(0.0), self._options.most_drafts_BK)
         rows_B, found = self._rows_B1[:, 0], []
         for most in most_steps:

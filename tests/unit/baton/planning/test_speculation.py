@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from baton.planning.speculation import DraftOptions, Round, plan_at_rate, plan_round
+from baton.planning.speculation import MOST_DRAFTS, DraftOptions, Round, plan_at_rate, plan_round
 from baton.planning.work_cost import StepWork, WorkCost, expected_tokens
 
 COST = WorkCost(step_s=20e-3, token_s=0.4e-3, key_s=1.6e-6, pair_s=0.3e-6)
@@ -17,6 +19,10 @@ COST = WorkCost(step_s=20e-3, token_s=0.4e-3, key_s=1.6e-6, pair_s=0.3e-6)
 
 SMALL = WorkCost(step_s=2e-3, token_s=0.05e-3, key_s=0.4e-6, pair_s=0.1e-6)
 """Costs of a small model that drafts."""
+
+
+KEYS, SHARES = st.sampled_from([0, 64, 256]), st.sampled_from([0.0, 0.3, 0.7, 0.99, 1.0])
+COSTS = st.sampled_from([0.0, 1e-9, 1e-6, 1e-3])
 
 
 @dataclass(frozen=True)
@@ -169,6 +175,24 @@ def test_a_late_plan_is_never_worse_than_a_normal_step_and_charges_the_steps_tha
     assert short.num_steps == 2 and short.draft_s == pytest.approx(2 * (0.02 + 4 * (0.4e-3 + 256 * 1.6e-6)))
     slow = WorkCost(step_s=20e-3, token_s=20e-3, key_s=1e-9, pair_s=0.0)
     assert plan_at_rate(table(rows), slow, None, last).num_drafts_B.tolist() == [0] * 4
+
+
+@given(
+    st.lists(
+        st.builds(Option, st.integers(1, 30_000), SHARES, st.integers(0, MOST_DRAFTS), KEYS),
+        min_size=2,
+        max_size=8,
+    ),
+    st.builds(WorkCost, st.floats(1e-3, 0.1), COSTS, COSTS, COSTS),
+)
+def test_a_late_plan_for_unchanged_options_is_the_best_one(given_options: list[Option], cost: WorkCost) -> None:
+    """Some costs are 0, as learnt ones may be. Each sequence has two options."""
+    pairs = list(zip(given_options[::2], given_options[1::2], strict=False))
+    options = table([[first, replace(second, context=first.context)] for first, second in pairs])
+    best = plan_round(options, cost)
+    late = plan_at_rate(options, cost, None, best)
+    assert late.rate == pytest.approx(best.rate, rel=1e-6)
+    assert (late.num_drafts_B <= options.most_drafts_BK.max(1)).all()
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.82, 1.0])
