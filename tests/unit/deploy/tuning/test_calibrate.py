@@ -1,10 +1,12 @@
 """`baton calibrate` measures this machine again, and replaces the profile that is kept."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from baton.planning.device_profile import nominal_core, save
 from deploy.commands.record import ClusterRecord, live_clusters, process_start
@@ -12,7 +14,16 @@ from deploy.machine import device_profile
 from deploy.machine.device_profile import kept_path, kept_profile, must_measure
 from tests.support.wire.commands import Baton, Run
 
+pytestmark = pytest.mark.usefixtures("threads")
 COMMAND = ("calibrate", "--device", "cpu", "--dtype", "float32", "--seconds", "0.3")
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Restore the number of torch's threads, which a measurement changes."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def test_a_profile_is_measured_and_replaced(cache: Path, baton: Baton, monkeypatch: pytest.MonkeyPatch) -> None:
