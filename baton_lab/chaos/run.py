@@ -20,6 +20,7 @@ from baton_lab.chaos.cluster import ChaosCluster
 from baton_lab.chaos.engine_faults import EngineTrials
 from baton_lab.chaos.report import Answer, Outcome, Report, outcome_of
 from baton_lab.chaos.schedule import Act, Ask, Blow, Schedule
+from orchestrator.workers.worker_poller import FRESH_S
 
 _RECONNECT = Reconnect(num_connects=120, num_resumes=120, max_delay_s=0.5)
 """Reconnection settings of the clients. They retry for 45 s in total. This is longer than an orchestrator takes to
@@ -168,11 +169,13 @@ class ChaosRun:
             await self._cluster.until_ready(bound_s)
         except UnavailableError as error:
             self._report.complaints.append(str(error))
-        while held := await self._held(client):
-            if self._clock.now_s() - began_s > bound_s:
+        waited_s = 0.0
+        while (held := await self._held(client)) or waited_s < FRESH_S:  # the state is up to FRESH_S old
+            if held and waited_s > bound_s:
                 self._report.complaints.append(f"still held after {bound_s:g} s: {held}")
                 break
             await asyncio.sleep(_LOOK_S)
+            waited_s = self._clock.now_s() - began_s
         self._report.settled_s = self._clock.now_s() - began_s
 
     async def _held(self, client: AsyncClient) -> str:

@@ -34,7 +34,7 @@ be freed."""
 QUIET_S = 2.0
 """Seconds between two polls of workers that are idle and get no work."""
 _TIMEOUT_S = 1.0
-_FRESH_S = 0.25
+FRESH_S = 0.25
 """Seconds for which `refresh` reuses the workers' last answers instead of polling again."""
 _MOST_PAUSE_S = 5.0
 """Maximum pause in seconds before the workers are polled again after an unexpected failure."""
@@ -102,7 +102,7 @@ class WorkerPoller:
         self._leaks_count_from_s = clock.now_s() + lease_ttl_s
         self._refreshing = asyncio.Lock()
         """Lock that is held while `refresh` polls, so that concurrent callers of `refresh` share one poll."""
-        self._answered: tuple[frozenset[str], float] = frozenset(), -_FRESH_S
+        self._answered: tuple[frozenset[str], float] = frozenset(), -FRESH_S
         """Endpoints that the last `refresh` polled, and the time in seconds at which all of them had answered."""
         self._asked: tuple[frozenset[str], float] = frozenset(), -QUIET_S
         """Endpoints of the last poll, and the time in seconds at which it began."""
@@ -146,7 +146,7 @@ class WorkerPoller:
         async with self._refreshing:
             answered, answered_s = self._answered
             endpoints = self._members.present.endpoints
-            if answered != endpoints or self._clock.now_s() - answered_s >= _FRESH_S:
+            if answered != endpoints or self._clock.now_s() - answered_s >= FRESH_S:
                 await self.ask()
                 self._answered = endpoints, self._clock.now_s()
 

@@ -13,6 +13,7 @@ from tests.support.clusters import supervision
 from tests.support.clusters.fault_plans import PickedPlan
 from tests.support.clusters.supervision import SupervisedCluster, supervised
 from tests.support.engines.generation import prompt, reference_ids
+from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.integration
 
@@ -70,6 +71,10 @@ async def check_fault(name: str, fault: Fault) -> None:
         assert answer.token_ids == reference_ids(made.decoder, prompt(40), PARAMS), fault
         assert answer.indices == list(range(PARAMS.max_tokens))
         await made.until_empty()
-        assert plan.struck[name, fault] == 1
+
+        async def num_struck() -> int:
+            return plan.struck[name, fault]
+
+        await eventually(num_struck, lambda num: num == 1)  # calls that free slots are made in the background
         num_harmless = plan.struck[name, Fault.SLOW] + plan.struck[name, Fault.TWICE]
         assert answer.end.usage.num_attempts <= 1 + plan.struck.total() - num_harmless, fault
