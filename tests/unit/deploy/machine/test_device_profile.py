@@ -212,6 +212,25 @@ def test_what_is_kept_is_not_measured_again(
     assert last == "float32: CPU core: 100 GFLOP/s in matrices, 50 in attention, reads 4 GB/s (measured)"
 
 
+FORMER = '{"kind": "baton-device-profile", "schema": 1, "name": "CPU core", "device": "cpu"}'
+
+
+@pytest.mark.parametrize("text", [FORMER, "{half"], ids=["of a former version", "damaged"])
+def test_a_file_that_cannot_be_read_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    path = kept_path("cpu", 2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    monkeypatch.setattr(device_profile, "_core_half", halves(1e9, 2e9, 1e9, 2e9, 5e9, 5e9))
+    assert must_measure("cpu", 2) and str(path) in caplog.text
+    assert not keep_missing("cpu", ["bfloat16"]) and not must_measure("cpu", 2)
+    path.with_suffix(".tried").unlink()
+    assert keep_missing("cpu", ["bfloat16"])
+    found = kept_profile("cpu", 2)
+    assert found is not None and found.shared_bandwidth == 5e9
+
+
 def test_a_measurement_that_is_not_kept_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
