@@ -222,8 +222,9 @@ async def test_status_steps_grow(client: Client) -> None:
     await read(client.open(prompt(5)))
     status = await client.status()
     assert status.num_steps >= before + 8
-    assert status.step_costs.num_steps > 0 and status.step_costs.plain.step_s > 0
-    assert status.step_costs.launched == status.step_costs.plain and status.step_costs.prefill_s > 0
+    costs = status.step_costs
+    assert costs.num_steps > 0 and costs.prefill_s > 0 and costs.launched == costs.plain
+    assert costs.plain.step_s + costs.plain.token_s > 0  # steps of one sequence do not tell one from the other
 
 
 async def test_a_server_that_stops_ends_running_streams() -> None:
