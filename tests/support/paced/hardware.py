@@ -116,8 +116,8 @@ class PacedHardware:
         return float(rank_seconds(work, np.array([True]), cost, BATON)[0, 0])
 
     def measured(self, request_s: float, link_points: Points = ()) -> Self:
-        """Return this hardware with measured overheads that are not paced: the time
-        per request outside its chain (gRPC, the orchestrator), and (bytes, seconds) of messages between ranks."""
+        """Return this hardware with measured overheads that are not paced: the time per
+        request outside its chain (gRPC, the orchestrator), and (bytes, seconds) of messages between ranks."""
         given = self.costs.prefill
         link = measured_link(link_points, given.link) if link_points else given.link
         return replace(self, costs=replace(self.costs, prefill=replace(given, head_s=request_s, link=link)))

@@ -1,4 +1,4 @@
-"""This machine as the studies see it: without a GPU, and with whatever rates a test keeps for it."""
+"""Fixture for the rates of this machine, which has no GPU in these tests."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from baton.planning.hardware import Hardware
 
 @pytest.fixture
 def keep_core(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Hardware], None]:
-    """A function that keeps rates as if they had been measured on one core. This machine has no GPU."""
+    """Return a function that keeps rates as if they had been measured on one core. This machine has no GPU."""
     from deploy.machine import device_profile, this_machine
 
     monkeypatch.setattr(this_machine, "gpu_name", lambda: "")

@@ -22,13 +22,13 @@ UNLIMITED = DeviceProfile("abacus", "cpu", Hardware(1.0, 2.0, LinkModel(), score
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """The file of PROFILE."""
+    """Return the path of a file with PROFILE."""
     save(PROFILE, tmp_path / "profile.json")
     return tmp_path / "profile.json"
 
 
 def refusal(path: Path) -> str:
-    """What a reader of the file is told. The file is named first."""
+    """Return the error of loading the file, without the path with which it begins."""
     with pytest.raises(ConfigError) as caught:
         load(path)
     assert str(caught.value).startswith(f"{path}: ")

@@ -1,4 +1,4 @@
-"""Fits find the numbers that made the measurements, and never a negative one."""
+"""Fits find the costs with which measurements were simulated. Fitted costs are never negative."""
 
 import itertools
 

@@ -24,7 +24,7 @@ def measured(card: str, case: str, metric: str) -> float:
 
 
 def planner_of(card: str) -> ChainPlanner:
-    """The planner of one rank on the card, by the card's data sheet."""
+    """Return a planner of one rank on the card, with the rates of the card's data sheet."""
     return ChainPlanner(ModelCosts.of(SHAPE, gpu_rank(CARDS[card], 2)), max_ranks=1, max_tokens=8192)
 
 

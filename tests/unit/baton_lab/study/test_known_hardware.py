@@ -1,4 +1,4 @@
-"""Hardware by name, and this machine's."""
+"""Rates of hardware by its name, and of this machine."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Shapes of known models, and shapes from fields: errors name the field, or list what is known."""
+"""Shapes of known models, and shapes that are made from fields. Errors name the field or list the known models."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Fits of prefill and of links find the numbers that made the points."""
+"""Fits of prefill and of links find the costs with which measurements were simulated."""
 
 import numpy as np
 import pytest
@@ -68,7 +68,7 @@ CHAINS = tuple((round(0.6 * n), n - round(0.6 * n)) for n in (64, 256, 1024, 409
 
 
 def rows_of(cost: CostModel, protocol: Protocol, chains: tuple[tuple[int, ...], ...] = CHAINS) -> list[RankRow]:
-    """Times of the ranks of those chains: all layers but the last, then the last."""
+    """Return times of the ranks of these chains: all layers except the last, then the last."""
     rows = []
     for chunks in chains:
         for rank, chunk in enumerate(chunks):
@@ -103,7 +103,7 @@ def test_numbers_of_a_chains_ranks_come_back(
 
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_of_a_few_percent_moves_predictions_less(seed: int) -> None:
-    """Compared are times to first token at lengths that were not fitted."""
+    """Times to first token are compared at lengths that were not fitted."""
     cost = CostModel(30, linear_s=30e-6, pair_s=15e-9, kv_bytes=768, project_share=0.2, fixed_s=1e-3)
     rng = np.random.default_rng(seed)
     rows = [
@@ -131,7 +131,7 @@ MESSAGES = tuple((float(size), 3e-4 + size / 2e9) for size in (1e4, 1e6, 1e8))
 
 
 def chain_rows() -> list[RankRow]:
-    """Times of ranks whose layers take 1 us a token, and nothing else."""
+    """Return times of ranks whose layers take 1 us per token, and nothing else."""
     return [RankRow(n, before, True, 30 * 1e-6 * n) for n, before in ((100, 0), (200, 100), (400, 0))]
 
 
@@ -158,7 +158,7 @@ def test_costs_of_a_chain_come_back_with_its_link(latency_s: float) -> None:
 
 
 def work_s(cost: CostModel, chunks: tuple[int, ...]) -> list[float]:
-    """Times of the ranks of a chain."""
+    """Return times of the ranks of a chain."""
     return [row.seconds for row in rows_of(cost, BATON, (chunks,))]
 
 
