@@ -44,10 +44,14 @@ Rank = NewType("Rank", int)
 Dtype = Literal["bfloat16", "float32"]
 """Number format that a model is served in."""
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
-Quantization = Literal["none", "int8"]
-"""Quantization of the weights of linear projections. `none`: not quantized. `int8`: rounded to int8, with one scale for
-each output channel."""
-QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
+WeightForm = Literal["stored", "bfloat16", "int8"]
+"""Form in which workers keep the weights of linear layers.
+
+- `stored`: quantised weights as the checkpoint stores them, if kernels exist for the format and the device.
+- `bfloat16`: in the dtype of the model. Quantised weights are dequantised when they are loaded.
+- `int8`: rounded to int8, with one scale for each output channel.
+"""
+WEIGHT_FORMS: tuple[WeightForm, ...] = get_args(WeightForm)
 DeviceName = Literal["auto", "cpu", "cuda", "emulated"]
 """Device that a worker computes on. `emulated` is a GPU emulated by the CPU, with separate device memory behind a
 simulated link. `auto` selects the CPU."""

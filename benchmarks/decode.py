@@ -38,10 +38,22 @@ from baton.modeling.hosting import use_cores
 from baton.modeling.kv.buffers import TORCH_DTYPES
 from baton.planning.chips import Chip
 from baton.process.garbage import collect_rarely
+from baton.types import WEIGHT_FORMS
 from baton_lab.study.roofline import ServedModel, served, step_time
 from benchmarks.sides.engine_rows import EngineRows, row_lengths
 from benchmarks.sides.vllm_peer import VllmPeer
-from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, interleave, make_parser, resolve
+from benchmarks.support.harness import (
+    PAIRS,
+    QUICK_PAIRS,
+    Bars,
+    Pairs,
+    Reporter,
+    case,
+    interleave,
+    make_parser,
+    peer_folder,
+    resolve,
+)
 from deploy.machine.prefill_rates import layer_work, rate_of
 from deploy.machine.probe import measure
 from deploy.machine.resolved_model import ResolvedModel
@@ -157,13 +169,12 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, folder: Path, num_threads: int) -> None:
         self._args = args
-        self._folder = folder
+        self._args, self._folder = args, folder
         self.num_rounds = 1 + (args.pairs or (QUICK_PAIRS if args.quick else PAIRS))
-        quantization = args.weights or "none"
-        self.decoder: Decoder = load_decoder(folder, dtype=args.dtype, quantization=quantization)
+        self.decoder: Decoder = load_decoder(folder, dtype=args.dtype, weights=args.weights)
         shape = ResolvedModel(folder).shape(args.dtype)
         memory_bytes = inspect_machine().available_bytes
-        self.measured = measure(shape, args.dtype, num_threads, memory_bytes, quantization=quantization)
+        self.measured = measure(shape, args.dtype, num_threads, memory_bytes, weights=args.weights)
         self.chip: Chip = self.measured.chip
         work = layer_work(shape, _PROMPT_TOKENS, TORCH_DTYPES[args.dtype])
         self.bare_chip = bare(self.chip, rate_of(work, _RATE_S))
@@ -200,7 +211,7 @@ class Bench:
     def _theirs(self, peer: VllmPeer | None, lengths: list[int]) -> Callable[[], float]:
         if peer is not None:
             return peer_step(peer, lengths)
-        return plain_step(self._folder, self.decoder.dtype, lengths)
+        return plain_step(resolve(self._args, dequantised=True), self.decoder.dtype, lengths)
 
 
 def report(outcome: Outcome, name: str, baseline: str, reporter: Reporter, bars: Bars) -> None:
@@ -235,13 +246,13 @@ def report(outcome: Outcome, name: str, baseline: str, reporter: Reporter, bars:
 
 
 @contextlib.contextmanager
-def running_peer(args: argparse.Namespace, folder: Path, cores: list[int]) -> Iterator[VllmPeer | None]:
+def running_peer(args: argparse.Namespace, cores: list[int]) -> Iterator[VllmPeer | None]:
     """Start vLLM if the options name it, and yield it. Otherwise yield None."""
     if args.peer_python is None:
         yield None
         return
     settings = {"VLLM_CPU_KVCACHE_SPACE": str(_PEER_KV_GB), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    with VllmPeer.running(args.peer_python, args.peer_model or folder, cores, settings) as peer:
+    with VllmPeer.running(args.peer_python, peer_folder(args), cores, settings) as peer:
         Console(stderr=True, highlight=False).print(f"  peer: vLLM {peer.version}, {len(cores)} threads")
         yield peer
 
@@ -256,11 +267,11 @@ def run(args: argparse.Namespace) -> int:
     bench = Bench(args, folder, len(cores))
     Console(stderr=True, highlight=False).print(f"  this machine: {bench.chip} {bench.measured.doubt}", soft_wrap=True)
     outcomes = []
-    with running_peer(args, folder, cores) as peer:
+    with running_peer(args, cores) as peer:
         baseline = "" if args.alone else "vllm" if peer is not None else "plain"
         for cell in map(Cell.parse, (args.grid or (QUICK_GRID if args.quick else GRID)).split(",")):
             outcomes.append(bench.run(cell, peer))
-            dtype = args.weights or args.dtype
+            dtype = args.dtype if args.weights == "stored" else args.weights
             name = case(batch=cell.batch, context=cell.context, dtype=dtype, threads=len(cores))
             report(outcomes[-1], name, baseline, reporter, bars)
     reporter.close()
@@ -276,7 +287,7 @@ def main() -> int:
     """Run the benchmark from the command line. Return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--grid", default=None, help=f"batch x context cases (default {GRID})")
-    parser.add_argument("--weights", default=None, choices=("int8",), help="weight format of Baton, instead of --dtype")
+    parser.add_argument("--weights", default="stored", choices=WEIGHT_FORMS, help="form of Baton's weights in memory")
     parser.add_argument(
         "--threads", type=int, default=0, help="number of threads per side, one core each; 0: all cores"
     )

@@ -42,7 +42,7 @@ from baton.process.clock import SystemClock
 from benchmarks.plots.interference import draw
 from benchmarks.sides.vllm_peer import VllmPeer
 from benchmarks.support.arrivals import Arrival
-from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
+from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, peer_folder, progress, resolve
 from benchmarks.support.local_config import local_config
 from benchmarks.support.mixed_load import STREAM_TOKENS, Asked, ask, controlled, p99, streaming
 from deploy.config.cluster import ClusterConfig
@@ -192,7 +192,7 @@ async def _sides(stack: AsyncExitStack, args: argparse.Namespace, sizes: Sizes) 
     for name, chunk in _PEER_CHUNKS.items() if args.peer_python is not None else ():
         running = VllmPeer.running(
             args.peer_python,
-            args.peer_model or folder,
+            peer_folder(args),
             cores,
             _PEER_SETTINGS,
             options=("--batched-tokens", str(chunk)),

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure perplexity, then step times. Return 0."""
     folder = resolve(args)
     plain = load_decoder(folder, dtype="bfloat16")
-    rounded = load_decoder(folder, dtype="bfloat16", quantization="int8")
+    rounded = load_decoder(folder, dtype="bfloat16", weights="int8")
     reporter = Reporter("quantization", args.json)
     ours, theirs = [], []
     num_windows = 2 if args.quick else args.windows

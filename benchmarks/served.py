@@ -60,7 +60,7 @@ from benchmarks.sides.peer_commands import LLAMA_CPP, VLLM, llama_cpp, vllm
 from benchmarks.sides.peer_server import Peer, peer_server
 from benchmarks.support.answers import Answered, Ask, FrontDoor
 from benchmarks.support.cells import Cell, parse_grid
-from benchmarks.support.harness import Bars, Pairs, Reporter, Row, case, make_parser, progress, resolve
+from benchmarks.support.harness import Bars, Pairs, Reporter, Row, case, make_parser, peer_folder, progress, resolve
 from benchmarks.support.passages import Passages
 from benchmarks.support.processor_time import main_threads_used_s, share_of_a_core, until_quiet, used_s
 from benchmarks.support.side_table import side_table
@@ -144,7 +144,7 @@ class Bench:
         self.grid: list[Cell] = args.grid or parse_grid(QUICK_GRID if args.quick else GRID)
         self.rounds: int = args.rounds or (1 if args.quick else ROUNDS)
         num_slots = max(len(cell.sizes) for cell in (*self.grid, _WARM))
-        self.peers = installed_peers(args, self.folder, self.cores, num_slots, say=self.say)
+        self.peers = installed_peers(args, self.cores, num_slots, say=self.say)
         self.notes = [f"{BATON}: weights {args.dtype}"]
         """Lines to print with the results, one per server, with its version and the format of its weights."""
 
@@ -225,15 +225,21 @@ class Bench:
 
 
 def installed_peers(
-    args: argparse.Namespace, folder: Path, cores: Sequence[int], num_slots: int, *, say: Callable[[str], None]
+    args: argparse.Namespace, cores: Sequence[int], num_slots: int, *, say: Callable[[str], None]
 ) -> list[Peer]:
     """Return the peers whose programs are installed. `say` is called with one line for each peer that is skipped."""
     peers = []
     if is_installed(args.peer_python):
         environment = dict(each.split("=", 1) for each in args.peer_env)
-        model = args.peer_model or folder
         peers.append(
-            vllm(args.peer_python, model, args.dtype, cores, options=args.peer_option, environment=environment)
+            vllm(
+                args.peer_python,
+                peer_folder(args),
+                args.dtype,
+                cores,
+                options=args.peer_option,
+                environment=environment,
+            )
         )
     else:
         say(_MISSING.format(name=VLLM, script="setup_vllm_cpu.sh", option="--peer-python", file="python"))

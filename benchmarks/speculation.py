@@ -51,7 +51,7 @@ from baton_lab.comparators.drafts import configured
 from benchmarks.plots.speculation import Cell, draw
 from benchmarks.sides.text_rows import Measured, PrefilledText, TextRows
 from benchmarks.sides.vllm_peer import VllmPeer
-from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
+from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, peer_folder, progress, resolve
 from generate_workers.config import EngineConfig
 from generate_workers.residency.port import DraftKeys
 
@@ -194,7 +194,7 @@ class Bench:
         `vllm_ngram`. Empty without `--peer-python`."""
         if self.args.peer_python is None:
             return {}
-        model, cores = self.args.peer_model or self.folder, sorted(os.sched_getaffinity(0))
+        model, cores = peer_folder(self.args), sorted(os.sched_getaffinity(0))
         context = len(texts[0].token_ids)
         kv_gib = 1 + len(texts) * (context + 2 * _TOKENS) * self.decoder.layout.token_bytes // 2**30
         settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": str(kv_gib)}

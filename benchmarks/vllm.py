@@ -47,6 +47,7 @@ from benchmarks.support.harness import (
     Reporter,
     case,
     make_parser,
+    peer_folder,
     progress,
     random_prompt,
     resolve,
@@ -151,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"  {text}", markup=False)
         peer = None
         if args.peer_python is not None:
-            peer = stack.enter_context(_Peer.running(args.peer_python, args.peer_model or folder, cores))
+            peer = stack.enter_context(_Peer.running(args.peer_python, peer_folder(args), cores))
             console.print(f"  peer: vLLM {peer.version}, {len(cores)} threads", markup=False)
         outcomes, theirs = list[Outcome](), list[float]()
         with progress(f"{num_tokens} tokens", pairs + 1) as advance:

@@ -55,12 +55,12 @@ async def start_engine(
 def _load_draft_model(
     place: WorkerPlace, config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer
 ) -> Decoder | None:
-    """Load the draft model with the model's dtype and quantization; None if none is configured. Blocks. Raises
+    """Load the draft model with the model's dtype and form of weights; None if none is configured. Blocks. Raises
     ModelError, and ConfigError for a draft model with another vocabulary or tokenizer."""
     if not config.draft_model:
         return None
     folder = Path(config.draft_model)
-    draft_model = load_decoder(folder, dtype=place.dtype, device=decoder.device, quantization=place.quantization)
+    draft_model = load_decoder(folder, dtype=place.dtype, device=decoder.device, weights=place.weights)
     sizes = draft_model.config.vocab_size, decoder.config.vocab_size
     if sizes[0] != sizes[1]:
         what = f"vocabularies of {sizes[0]} and {sizes[1]} tokens"

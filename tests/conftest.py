@@ -134,11 +134,18 @@ async def _leaked_tasks_check() -> AsyncIterator[None]:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The sample model's folder, converted once into the project's own cache."""
+    """The sample model's folder, converted once into the project's own cache. All weights are in bf16, so that
+    transformers can read them."""
     from baton.modeling.checkpoints.catalog import resolve_model
     from baton.text.gguf_tokenizer import write_tokenizer
 
-    return resolve_model("smollm2-135m", cache=MODEL_CACHE, progress=lambda done, total: None, finish=write_tokenizer)
+    return resolve_model(
+        "smollm2-135m",
+        cache=MODEL_CACHE,
+        progress=lambda done, total: None,
+        finish=write_tokenizer,
+        dequantised=True,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -83,11 +83,11 @@ class LoadedModel:
         num_threads = place.num_threads or os.cpu_count() or 1
         use_cores(place.cores, num_threads)
         KERNELS.use(place.kernels)
-        source = place.model_folder, place.dtype, place.quantization, place.device, values_of(EmulatedLink, place)
+        source = place.model_folder, place.dtype, place.weights, place.device, values_of(EmulatedLink, place)
         if self._decoder is None or self._source != source:
             self._decoder = None  # freed first: memory may not suffice for two models
             device = make_device(place.device, LinkRate(place.link or math.inf, place.link_latency_s))
-            formats = {"dtype": place.dtype, "quantization": place.quantization}
+            formats = {"dtype": place.dtype, "weights": place.weights}
             with _half_of(num_threads):
                 self._decoder = load_decoder(place.model_folder, **formats, device=device)
             self._source = source

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from baton.settings.base import ByteRate, Bytes, Count, settings
-from baton.types import DeviceName, Dtype, KernelChoice, Quantization
+from baton.types import DeviceName, Dtype, KernelChoice, WeightForm
 
 LOOPBACK = "127.0.0.1"
 """Loopback address, which only processes on the same machine can reach."""
@@ -25,8 +25,8 @@ class ModelFormats:
 
     dtype: Dtype = "bfloat16"
     """Number format of weights, activations and KV: "bfloat16" or "float32"."""
-    quantization: Quantization = "none"
-    """Quantization of weights: "none", or "int8", which halves the bytes read per step and changes outputs slightly."""
+    weights: WeightForm = "stored"
+    """Form of weights in memory: "stored" (quantised as in the checkpoint), "bfloat16", or "int8" (changes outputs)."""
 
 
 @settings

@@ -260,7 +260,7 @@ def _here(args: argparse.Namespace, pools: "Pools") -> tuple[str, "ChainPlanner"
         "generate.device": device,
         "model.name": args.model or DEFAULT_MODEL,
         "model.dtype": args.dtype,
-        "model.quantization": args.weights or "none",
+        "model.weights": args.weights or "stored",
         "prefill.num_ranks": pools.num_ranks,
         "generate.num_threads": option_values.count("--threads", args.threads, 4096) if args.threads else 0,
     }

@@ -73,7 +73,7 @@ def _measured(args: argparse.Namespace, shape: ModelShape | None) -> tuple[str, 
     console = Console(stderr=True)
     with console.status("measuring this machine"):
         memory_bytes = inspect_machine().available_bytes
-        measured = measure(shape, args.dtype, threads, memory_bytes, quantization=args.weights or "none")
+        measured = measure(shape, args.dtype, threads, memory_bytes, weights=args.weights or "stored")
     if measured.doubt:
         console.print(f"baton: {measured.doubt}", soft_wrap=True)
     return f"this machine, measured with {threads} thread{'s' if threads > 1 else ''}", measured.chip

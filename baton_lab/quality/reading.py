@@ -90,7 +90,7 @@ def evaluate(
     prepare_kernels(console)
     num_threads = use_threads(args.threads)
     torch.set_num_threads(num_threads)
-    decoder = load_decoder(folder, dtype=args.dtype, quantization=args.quantization)
+    decoder = load_decoder(folder, dtype=args.dtype, weights=args.weights)
     reader = decoder  # contexts are prefilled on the CPU, for any device
     if args.device != "cpu":
         device = make_device(args.device, LinkRate(bytes_per_s))
@@ -106,7 +106,7 @@ def evaluate(
             cells.append(_cell(context, setting, found, full.plain))
             line = f"  {context} {setting}: perplexity {cells[-1].perplexity:.2f}, {cells[-1].cost:+.2%}"
             console.print(line, style="dim", soft_wrap=True)
-    weights = "" if args.quantization == "none" else f", {args.quantization} weights"
+    weights = "" if args.weights == "stored" else f", {args.weights} weights"
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''}"
     names = ", ".join(path.name for path in args.text)
     where = "" if args.device == "cpu" else f", device {args.device}"

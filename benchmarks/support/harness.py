@@ -216,12 +216,18 @@ def _cpu_name() -> str:
     return f"{len(names)} x {names[0]}" if names else platform.machine()
 
 
-def resolve(args: argparse.Namespace) -> Path:
-    """Return the model's folder. If necessary, the model is converted first."""
+def resolve(args: argparse.Namespace, *, dequantised: bool = False) -> Path:
+    """Return the model's folder. If necessary, the model is converted first. `dequantised`: True if programs other than
+    Baton read the folder."""
     from baton.modeling.checkpoints.catalog import resolve_model
     from baton.text.gguf_tokenizer import write_tokenizer
 
     def report(done: int, total: int) -> None:
         print(f"\rconverting {done}/{total}", end="", file=sys.stderr)
 
-    return resolve_model(args.model, cache=args.cache, progress=report, finish=write_tokenizer)
+    return resolve_model(args.model, cache=args.cache, progress=report, finish=write_tokenizer, dequantised=dequantised)
+
+
+def peer_folder(args: argparse.Namespace) -> Path:
+    """Return the model's folder for vLLM: that of `--peer-model`, or Baton's with all weights in bf16."""
+    return args.peer_model or resolve(args, dequantised=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.errors import InvalidArgumentError
 from baton.sampling_params import params_from_options
-from baton.types import DTYPES, QUANTIZATIONS
+from baton.types import DTYPES, WEIGHT_FORMS
 from deploy.commands.inspection import add_config_options
 from deploy.options.prompt import add_prompt, add_sampling, read_prompt, sampling_options
 
@@ -16,7 +16,7 @@ _FIELDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "cache": ("model.cache", "folder for converted models", {}),
     "ranks": ("prefill.num_ranks", "number of prefill ranks in the chain", {"type": int}),
     "dtype": ("model.dtype", "data type of weights, activations and KV", {"choices": DTYPES}),
-    "quantization": ("model.quantization", "quantization of weights", {"choices": QUANTIZATIONS}),
+    "weights": ("model.weights", "form of weights in memory", {"choices": WEIGHT_FORMS}),
     "threads": ("generate.num_threads", "number of threads of the engine; 0: one for each core", {"type": int}),
 }
 """Options that each set one field of the configuration. A key is the option's name. A value is a tuple: the field, the

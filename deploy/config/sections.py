@@ -78,7 +78,7 @@ class ModelSection(ModelFormats):
     @property
     def description(self) -> str:
         """Number formats of weights and KV, as readable text."""
-        return self.dtype if self.quantization == "none" else f"{self.dtype}, weights {self.quantization}"
+        return self.dtype if self.weights == "stored" else f"{self.dtype}, weights {self.weights}"
 
 
 @settings

@@ -74,9 +74,9 @@ def _on_cores(plan: ClusterPlan, written: WrittenConfig, machine: Machine) -> Cl
     """Return the plan with the machine's cores divided among workers. Its reason compares it with the best plan of the
     other kind (prefill chain, or one engine that also prefills)."""
     config, model = plan.config, plan.model
-    dtype, quantization = config.model.dtype, config.model.quantization
-    costs = Costs(lambda threads: cpu_costs(model, dtype, threads, quantization), config.generate.num_slots)
-    most_workers = machine.available_bytes // (model.weight_bytes(dtype) + WORKER_BYTES)
+    dtype, weights = config.model.dtype, config.model.weights
+    costs = Costs(lambda threads: cpu_costs(model, dtype, threads, weights), config.generate.num_slots)
+    most_workers = machine.available_bytes // (model.weight_bytes(dtype, weights) + WORKER_BYTES)
     found = core_plans(costs, len(machine.cores), most_workers)
     chosen = best_plan(found)
     config = written.with_choices(config, _settings_of(chosen, sorted(machine.cores)))

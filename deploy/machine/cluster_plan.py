@@ -58,10 +58,10 @@ class ClusterPlan:
         which is the minimum. Raises ModelError for a model that is not supported, and ConfigError for a damaged weight
         file.
         """
-        dtype = self.config.model.dtype
+        dtype, form = self.config.model.dtype, self.config.model.weights
         slot = self.model.token_bytes(dtype) * self.max_tokens
-        weights = WORKER_BYTES + self.model.weight_bytes(dtype)
-        drafts = 0 if self.draft is None else self.draft.weight_bytes(dtype)
+        weights = WORKER_BYTES + self.model.weight_bytes(dtype, form)
+        drafts = 0 if self.draft is None else self.draft.weight_bytes(dtype, form)
         return {
             "prefill": weights + slot,
             "generate": weights + drafts + (self.config.generate.kv_memory_bytes or slot),

@@ -90,8 +90,13 @@ def check_model(plan: ClusterPlan) -> Finding:
             stored = load_format(folder)
         except ModelError as error:
             return Finding("model", Verdict.FAILED, f"{field}: {error}")
-        size = f"{model.weight_bytes(dtype) / GIB:.2f} GiB as {dtype}"
-        found.append(f"{folder}, {size}{'' if stored is None else f', dequantised from {stored.description}'}")
+        weights = plan.config.model.weights
+        size = f"{model.weight_bytes(dtype, weights) / GIB:.2f} GiB"
+        if model.keeps_codes(dtype, weights) and stored is not None:
+            found.append(f"{folder}, {size}, kept as stored: {stored.description}")
+            continue
+        source = "" if stored is None else f", dequantised from {stored.description}"
+        found.append(f"{folder}, {size} as {dtype}{source}")
     return Finding("model", Verdict.OK, "; drafts by ".join(found))
 
 
@@ -142,7 +147,7 @@ def check_selection(config: ClusterConfig) -> Finding:
     if section.selection_file and not path.is_file():
         return Finding("selection", Verdict.FAILED, f"{path} is not a file: set generate.selection_file to one")
     if not section.selection_file and not any(prepared_path("any").parent.glob("*.safetensors")):
-        remedy = "run `baton prepare` with this model, dtype and quantization, or set generate.selection_file"
+        remedy = "run `baton prepare` with this model, dtype and weights, or set generate.selection_file"
         text = f"{chooser} chooses keys, and nothing was prepared: {remedy}"
         return Finding("selection", Verdict.FAILED, text)
     found = str(path) if section.selection_file else f"in {prepared_path('any').parent}"
@@ -168,11 +173,12 @@ def check_memory(plan: ClusterPlan, machine: Machine) -> Finding:
     """Check that the processes and weights of all workers fit in the host's memory. Workers on a GPU have their weights
     and, with residency device, their KV on the GPU. Warn when the weights fit, but weights and KV together do not."""
     config = plan.config
+    formats = config.model.dtype, config.model.weights
     on_gpus = sum(size for name, size in config.group_sizes.items() if name.partition("-")[0] in config.gpu_shares)
-    needed = (config.num_workers - on_gpus) * (plan.model.weight_bytes(config.model.dtype) + WORKER_BYTES)
+    needed = (config.num_workers - on_gpus) * (plan.model.weight_bytes(*formats) + WORKER_BYTES)
     needed += on_gpus * CUDA_WORKER_BYTES
     if plan.draft is not None and config.generate.device != "cuda":
-        needed += config.generate.num_groups * plan.draft.weight_bytes(config.model.dtype)
+        needed += config.generate.num_groups * plan.draft.weight_bytes(*formats)
     text = f"{machine.available_bytes / GIB:.1f} GiB available, {needed / GIB:.1f} GiB for {config.num_workers} workers"
     if needed > machine.available_bytes:
         remedy = "use fewer ranks or groups, a smaller model, or bfloat16"
@@ -253,7 +259,7 @@ def measure_rates(plan: ClusterPlan, machine: Machine) -> Finding:
     formats = plan.config.model
     try:
         shape, memory_bytes = plan.model.shape(formats.dtype), machine.available_bytes
-        measured = measure(shape, formats.dtype, num_threads, memory_bytes, quantization=formats.quantization)
+        measured = measure(shape, formats.dtype, num_threads, memory_bytes, weights=formats.weights)
     except BatonError as error:
         return Finding("rates", Verdict.WARNING, f"not measured: {error}")
     text = f"{measured.chip} ({num_threads} thread{'s' if num_threads > 1 else ''})"

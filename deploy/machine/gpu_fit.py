@@ -18,7 +18,7 @@ from deploy.machine.this_machine import GpuState, Machine
 SEQUENCE_TOKENS = 2048
 """Mean number of tokens of a sequence for which KV memory is planned."""
 _ON_GPUS = {
-    "model.quantization": ("none",),
+    "model.weights": ("stored", "bfloat16"),
     "generate.residency": ("device", "host"),
     "generate.speculation": ("auto", "off", "streaming", "ngram", "model"),
 }

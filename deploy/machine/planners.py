@@ -20,31 +20,29 @@ from deploy.machine.this_machine import gpu_name
 
 _SPEED_TOKENS = 1024
 """Number of prompt tokens with which the speeds of an engine and of a prefill rank are compared."""
-_WEIGHT_BYTES = {"int8": 1}
-"""Bytes per weight, by quantization. Formats that store weights in the model's dtype are not included."""
 
 
 def costs_on(
-    model: ResolvedModel, dtype: str, rank: Hardware, *, engine: Hardware | None = None, quantization: str = "none"
+    model: ResolvedModel, dtype: str, rank: Hardware, *, engine: Hardware | None = None, weights: str = "stored"
 ) -> ModelCosts:
     """Return the costs of `model` with these rates of a prefill rank and of a generation engine; None: those of the
     rank. Raises ModelError."""
-    return ModelCosts.of(model.shape(dtype), rank, engine=engine, bytes_per_weight=_WEIGHT_BYTES.get(quantization))
+    return ModelCosts.of(
+        model.shape(dtype), rank, engine=engine, bytes_per_weight=model.bytes_per_weight(dtype, weights)
+    )
 
 
-def cpu_costs(model: ResolvedModel, dtype: str, num_threads: int, quantization: str = "none") -> ModelCosts:
+def cpu_costs(model: ResolvedModel, dtype: str, num_threads: int, weights: str = "stored") -> ModelCosts:
     """Return the costs of `model` on `num_threads` cores of this machine. Raises ModelError."""
     rates = local_profile("cpu", num_threads, model.shape(dtype).dtype_bytes).hardware
-    return costs_on(model, dtype, rates, quantization=quantization)
+    return costs_on(model, dtype, rates, weights=weights)
 
 
 def served_planner(plan: ClusterPlan) -> ChainPlanner:
     """Create the planner for a cluster, which takes up to some seconds. Raises ModelError if the model is not valid."""
     rank, engine = worker_profiles(plan)
     prefill, generate, formats = plan.config.prefill, plan.config.generate, plan.config.model
-    costs = costs_on(
-        plan.model, formats.dtype, rank.hardware, engine=engine.hardware, quantization=formats.quantization
-    )
+    costs = costs_on(plan.model, formats.dtype, rank.hardware, engine=engine.hardware, weights=formats.weights)
     on_engine = costs_on(plan.model, formats.dtype, engine.hardware)
     rank_s, engine_s = (float(chain_ttft([_SPEED_TOKENS], each.prefill, BATON)) for each in (costs, on_engine))
     return ChainPlanner(

@@ -96,7 +96,7 @@ class Steps:
 
 
 def measure(
-    shape: ModelShape, dtype: str, num_threads: int, memory_bytes: float, *, quantization: str = "none"
+    shape: ModelShape, dtype: str, num_threads: int, memory_bytes: float, *, weights: str = "stored"
 ) -> MeasuredRates:
     """Measure the rates of this machine for generation with `num_threads` threads. `memory_bytes` is the memory for
     weights and KV. Raises ConfigError if the probe's model does not fit in memory or on the disk, and the errors of
@@ -110,7 +110,7 @@ def measure(
     try:
         with torch.inference_mode():
             clock = Stopwatch()
-            steps = _steps(shape, dtype, quantization, clock)
+            steps = _steps(shape, dtype, weights, clock)
             chip = chip_from(steps, read_rate(clock), memory_bytes)
             return MeasuredRates(chip, clock.spread, steps.is_bound)
     finally:
@@ -203,11 +203,11 @@ def read_rate(clock: Stopwatch) -> float:
     return _READ_BYTES / clock.times([data.sum])[0][0]
 
 
-def _steps(shape: ModelShape, dtype: str, quantization: str, clock: Stopwatch) -> Steps:
+def _steps(shape: ModelShape, dtype: str, weights: str, clock: Stopwatch) -> Steps:
     num_layers = _num_layers(shape)
     with tempfile.TemporaryDirectory(prefix="baton-probe-") as folder:
         write_model(Path(folder), shape, dtype, num_layers)
-        decoder = load_decoder(Path(folder), dtype=dtype, quantization=quantization)
+        decoder = load_decoder(Path(folder), dtype=dtype, weights=weights)
     context = max(64, _KV_BYTES // (_KV_ROWS * decoder.layout.token_bytes))
     sizes = [*((rows, 1) for rows in _ROWS), (_KV_ROWS, context), (_KV_ROWS, 1)]
     times = clock.times([_step(decoder, rows, tokens) for rows, tokens in sizes])

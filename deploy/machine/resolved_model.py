@@ -16,11 +16,13 @@ import struct
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import baton.modeling
 from baton.errors import ConfigError
 from baton.modeling.checkpoints.stored_format import FORMAT_FILES
 from baton.modeling.forward.model_config import ModelConfig
+from baton.modeling.kernels import native
 from baton.planning.model_shape import ModelShape
 from baton.process.whole_files import whole
 from baton.settings.base import from_json, to_json
@@ -36,6 +38,12 @@ disk is not used any more."""
 _READERS = ("checkpoints/*.py", "families/*.py", "quantized/*.py", "forward/model_config.py")
 """Source files of `baton.modeling` that parse a model's configuration. If they change, a configuration that is cached
 on the disk is not used any more."""
+_BLOCKS = {"blocks_q4_0": (32, 18), "blocks_q4_1": (32, 20), "blocks_q8_0": (32, 34)} | {
+    "blocks_q4_k": (256, 144),
+    "blocks_q6_k": (256, 210),
+}
+"""Numbers of weights and of bytes of a block of a GGUF file, by the last part of the tensor's name
+(`baton.modeling.quantized.gguf_blocks`)."""
 _PACKED_NAMES = (".qweight", ".weight_packed")
 """Suffixes of the names of tensors that hold several quantised weights in one machine word."""
 _QUANTIZE_FILES = ("quantize_config.json", "quant_config.json")
@@ -60,10 +68,28 @@ class ResolvedModel:
         is not supported."""
         return model_shape(self.config, DTYPE_BYTES[dtype])
 
-    def weight_bytes(self, dtype: str) -> int:
-        """Return the number of bytes of the weights after they are loaded as `dtype`. Raises ConfigError if a weight
-        file is not a valid safetensors file."""
-        return self._num_weights * DTYPE_BYTES[dtype]
+    def keeps_codes(self, dtype: str, weights: str) -> bool:
+        """Return True if CPU workers keep quantised weights as they are stored. `weights` is the form of weights, one
+        of WEIGHT_FORMS. Raises ConfigError if a weight file is not a valid safetensors file."""
+        has_kernels = weights == "stored" and dtype == "bfloat16" and native.chosen_set() is not None
+        return has_kernels and self._sizes.num_packed > 0
+
+    def weight_bytes(self, dtype: str, weights: str = "bfloat16") -> int:
+        """Return the number of bytes of the weights in a worker's memory. `weights` is their form, one of WEIGHT_FORMS.
+        Raises ConfigError if a weight file is not a valid safetensors file."""
+        sizes = self._sizes
+        if self.keeps_codes(dtype, weights):
+            return sizes.packed_bytes + sizes.num_plain * DTYPE_BYTES[dtype]
+        return (sizes.num_packed + sizes.num_plain) * DTYPE_BYTES[dtype]
+
+    def bytes_per_weight(self, dtype: str, weights: str) -> float | None:
+        """Return the mean number of bytes of a weight that CPU workers keep in the form `weights`. None: that of one
+        number of the dtype. Raises ConfigError if a weight file is not a valid safetensors file."""
+        if weights == "int8":
+            return 1.0
+        sizes = self._sizes
+        num_weights = sizes.num_packed + sizes.num_plain
+        return self.weight_bytes(dtype, weights) / num_weights if self.keeps_codes(dtype, weights) else None
 
     def token_bytes(self, dtype: str) -> int:
         """Return the number of bytes of a token's KV in all layers. `dtype` is the type of the KV. Raises ModelError
@@ -77,12 +103,22 @@ class ResolvedModel:
         return min(max_slot_tokens, self.config.max_position)
 
     @cached_property
-    def _num_weights(self) -> int:
+    def _sizes(self) -> "_Sizes":
         weights_a_word = _weights_a_word(self.folder / "config.json")
-        return sum(_num_weights(path, weights_a_word) for path in self.folder.glob("*.safetensors"))
+        found = [_sizes(path, weights_a_word) for path in self.folder.glob("*.safetensors")]
+        return _Sizes(*map(sum, zip(*found, strict=True))) if found else _Sizes(0, 0, 0)
 
 
-def _num_weights(path: Path, weights_a_word: int) -> int:
+class _Sizes(NamedTuple):
+    """Numbers of a model's weights, and bytes of those whose codes workers can keep."""
+
+    num_plain: int
+    num_packed: int
+    packed_bytes: int
+
+
+def _sizes(path: Path, weights_a_word: int) -> _Sizes:
+    """Return the sizes of the tensors in a file. Scales count as plain weights."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -91,11 +127,19 @@ def _num_weights(path: Path, weights_a_word: int) -> int:
         raise ConfigError(
             f"model file {path} is not a safetensors file: download or convert the model again"
         ) from error
-    return sum(
-        math.prod(tensor["shape"]) * (weights_a_word if name.endswith(_PACKED_NAMES) else 1)
-        for name, tensor in header.items()
-        if name != "__metadata__"
-    )
+    num_plain = num_packed = packed_bytes = 0
+    for name, tensor in header.items():
+        if name == "__metadata__":
+            continue
+        size = math.prod(tensor["shape"])
+        block = _BLOCKS.get(name.rpartition(".")[2])
+        if block is not None:
+            num_packed, packed_bytes = num_packed + size // block[1] * block[0], packed_bytes + size
+        elif name.endswith(_PACKED_NAMES):
+            num_packed, packed_bytes = num_packed + size * weights_a_word, packed_bytes + 4 * size
+        else:
+            num_plain += size
+    return _Sizes(num_plain, num_packed, packed_bytes)
 
 
 def _weights_a_word(config: Path) -> int:

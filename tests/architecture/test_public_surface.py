@@ -114,7 +114,7 @@ COMMANDS = {
     "doctor": CONFIGURATION,
     "drain": "group name --api-key-env --keep --target --timeout --undo",
     "evaluate": "model --alpha --budget --cache --context --device --dtype --json --link --mass --needles --plot"
-    " --policies --pool --quantization --rows --selection --steps --text --threads",
+    " --policies --pool --rows --selection --steps --text --threads --weights",
     "flip": "group name --api-key-env --target --timeout --undo",
     "gateway": "--address --api-key-env --cache --cluster --control-tokens-in-text --grace --host --log-format --model"
     " --orchestrator --port",
@@ -123,13 +123,13 @@ COMMANDS = {
     "http": "--allow-origin --allowed-host --api-key-env --cache --certificate --control-tokens-in-text"
     " --default-deadline --grace --host --keep-alive --keep-responses --log-format --max-responses --model --no-console"
     " --otlp-endpoint --port --private-key --target --tool-format --trace-share",
-    "local": "prompt --cache --chat --colocated --dtype --model --no-timeline --quantization --ranks --threads"
+    "local": "prompt --cache --chat --colocated --dtype --model --no-timeline --ranks --threads --weights"
     f" {CONFIGURATION} {SAMPLING}",
     "plan": "model --acceptance --batch --chips --context --draft-keys --draft-model --drafts --dtype --engines"
     " --explain --groups --hardware --json --kv --kv-per-token --link-gb-s --output --params --plot --prompt --ranks"
     " --rate --shape --slots --speculation --threads --weights",
     "prepare": "model --alpha --cache --context --cost --dtype --first --free-keys --kinds --last --lookahead"
-    " --most-share --output --quantization --ratios --reach --rows --steps --text --threads",
+    " --most-share --output --ratios --reach --rows --steps --text --threads --weights",
     "reload": "name --api-key-env --group --model --target --timeout",
     "scale": "name number pool --api-key-env --target --timeout",
     "serve": f"--address {CONFIGURATION}",

@@ -192,7 +192,7 @@ def test_rows_of_zeros_make_zeros(make: Case) -> None:
 
 
 def test_int8_for_another_dtype_is_refused() -> None:
-    with pytest.raises(ModelError, match="quantization int8 is not supported for torch.float32 on cpu; leave"):
+    with pytest.raises(ModelError, match="weights int8 are not supported for torch.float32 on cpu; choose"):
         make_linear(torch.ones(4, 4), int8=True)
 
 

@@ -39,5 +39,5 @@ def test_logits_are_those_of_the_plain_weights(device: Device, tmp_path: Path, n
 @pytest.mark.gpu
 def test_rounding_to_int8_is_refused_in_one_line(device: Device, tmp_path: Path) -> None:
     pair = write_pair(tmp_path, "awq")
-    with pytest.raises(ModelError, match="quantization int8 is not supported for torch.bfloat16 on cuda"):
-        load_decoder(pair.plain, device=device, dtype="bfloat16", quantization="int8")
+    with pytest.raises(ModelError, match="weights int8 are not supported for torch.bfloat16 on cuda"):
+        load_decoder(pair.plain, device=device, dtype="bfloat16", weights="int8")

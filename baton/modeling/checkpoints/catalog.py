@@ -13,7 +13,7 @@ from pathlib import Path
 
 from baton.errors import ModelError
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 """Version of the GGUF conversion, including the tokenizer files. It is incremented whenever the result of the
 conversion changes."""
 
@@ -30,9 +30,15 @@ that installs it."""
 
 
 def resolve_model(
-    name: str, *, cache: Path, progress: Callable[[int, int], None], finish: Callable[[Path, Path], None]
+    name: str,
+    *,
+    cache: Path,
+    progress: Callable[[int, int], None],
+    finish: Callable[[Path, Path], None],
+    dequantised: bool = False,
 ) -> Path:
-    """Return the folder of the model `name`. A GGUF file is converted once, into a folder under `cache`.
+    """Return the folder of the model `name`. A GGUF file is converted once, into a folder under `cache`. If
+    `dequantised` is set, the folder has all its weights in bf16, so that other programs can read it.
 
     `progress(done, total)` reports the progress of the conversion. After the conversion, `finish(gguf_path, folder)`
     adds the files that the conversion does not write, such as those of the tokenizer. The folder appears only when it
@@ -42,7 +48,7 @@ def resolve_model(
     Raises ModelError with a one-line message.
     """
     if (source := gguf_source(name)) is not None:
-        return _converted(source, cache, progress, finish)
+        return _converted(source, cache, progress, finish, dequantised=dequantised)
     path = Path(name).expanduser()
     if name and path.is_dir():
         return path
@@ -71,10 +77,18 @@ def _packaged_file(name: str) -> Path:
 
 
 def _converted(
-    path: Path, cache: Path, progress: Callable[[int, int], None], finish: Callable[[Path, Path], None]
+    path: Path,
+    cache: Path,
+    progress: Callable[[int, int], None],
+    finish: Callable[[Path, Path], None],
+    *,
+    dequantised: bool,
 ) -> Path:
     stat = path.stat()
-    folder = cache / f"{path.stem}-{stat.st_size:x}-{stat.st_mtime_ns:x}-v{CONVERTER_VERSION}"
+    folder = (
+        cache
+        / f"{path.stem}-{stat.st_size:x}-{stat.st_mtime_ns:x}-v{CONVERTER_VERSION}{'-bf16' if dequantised else ''}"
+    )
     if folder.is_dir():
         return folder
     with _exclusive(folder.with_name(folder.name + ".lock")):
@@ -85,7 +99,7 @@ def _converted(
         )
 
         with _whole_folder(folder) as partial:
-            convert_gguf(path, partial, progress)
+            convert_gguf(path, partial, progress, dequantised=dequantised)
             finish(path, partial)
     return folder
 

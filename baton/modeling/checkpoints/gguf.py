@@ -1,5 +1,7 @@
-"""Converts a GGUF file of a Llama, Qwen2 or Qwen3 model to a Hugging Face folder. Weights are dequantised to bf16 and
-stored as safetensors.
+"""Converts a GGUF file of a Llama, Qwen2 or Qwen3 model to a Hugging Face folder with a safetensors file.
+
+Quantised weights keep their blocks if `baton.modeling.quantized.gguf_blocks` reads blocks of their type. Other tensors
+are converted to bf16.
 
 The conversion runs before any worker starts. It blocks for some seconds per 100 MB, and keeps one tensor in memory at a
 time.
@@ -11,8 +13,9 @@ therefore reorders these rows. Files of Qwen models already use the pairs i and 
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +29,7 @@ from baton.errors import ModelError
 from baton.modeling.checkpoints.gguf_config import GgufKeys, generation_config, hf_config
 from baton.modeling.checkpoints.registry import from_hf
 from baton.modeling.kv.buffers import byte_view
+from baton.modeling.quantized.gguf_blocks import METHOD, blocks_name, is_kept
 from baton.process.whole_files import whole
 
 _TOP_NAMES = {
@@ -50,9 +54,9 @@ _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
-def convert_gguf(path: Path, folder: Path, progress: Callable[[int, int], None]) -> None:
-    """Write config.json, generation_config.json and model.safetensors (bf16) into `folder`, which must exist.
-    Idempotent.
+def convert_gguf(path: Path, folder: Path, progress: Callable[[int, int], None], *, dequantised: bool = False) -> None:
+    """Write config.json, generation_config.json and model.safetensors into `folder`, which must exist. If `dequantised`
+    is set, all weights are converted to bf16. Idempotent.
 
     `progress(done, total)` is called with the number of converted tensors, from 0 to total. Each file appears only when
     it is complete. config.json is written last, so a folder with config.json is complete. Raises ModelError with a
@@ -66,14 +70,16 @@ def convert_gguf(path: Path, folder: Path, progress: Callable[[int, int], None])
         rope_factors = None if factors is None else dequantize(factors.data, factors.tensor_type)
         config = hf_config(keys, {name: _shape(tensor) for name, tensor in named.items()}, rope_factors)
         from_hf(config, source=str(path))  # refuses a model that could not be loaded
-    tensors = {_hf_name(path, name): tensor for name, tensor in named.items()}
     heads = _permuted_heads(keys)
+    tensors = [_Tensor(path, tensor, _hf_name(path, name), heads, dequantised) for name, tensor in named.items()]
+    if kept := {each.stored.tensor_type.name for each in tensors if each.keeps_blocks}:
+        config["quantization_config"] = {"quant_method": METHOD, "types": sorted(kept)}
     try:
         with whole(folder / "model.safetensors") as partial, partial.open("wb") as file:
-            file.write(_safetensors_header({name: _shape(tensor) for name, tensor in tensors.items()}))
+            file.write(_safetensors_header(tensors))
             progress(0, len(tensors))
-            for done, (name, tensor) in enumerate(tensors.items(), 1):
-                file.write(byte_view(_bf16(path, tensor, heads.get(name.split(".")[-2]))))
+            for done, tensor in enumerate(tensors, 1):
+                file.write(byte_view(tensor.content()))
                 progress(done, len(tensors))
         for file_name, content in (("generation_config.json", generation_config(keys)), ("config.json", config)):
             with whole(folder / file_name) as partial:
@@ -115,30 +121,60 @@ def _permuted_heads(keys: GgufKeys) -> dict[str, int]:
     return {"q_proj": num_heads, "k_proj": keys.count("llama.attention.head_count_kv", num_heads)}
 
 
-def _bf16(path: Path, tensor: ReaderTensor, num_heads: int | None) -> Tensor:
-    """Return the tensor, de-quantised in fp32, with its rows in our order, rounded to bf16."""
-    try:
-        values: npt.NDArray[np.float32] = dequantize(tensor.data, tensor.tensor_type)
-    except NotImplementedError as error:
-        problem = f"tensor {tensor.name} is quantised as {tensor.tensor_type.name}"
-        raise ModelError(f"{path}: {problem}, which cannot be read; choose another quantisation") from error
-    shape = _shape(tensor)
-    if num_heads is not None:
-        if shape[0] % (2 * num_heads):
-            raise ModelError(
-                f"{path}: tensor {tensor.name} does not have an even head of rows; download the file again"
-            )
-        values = values.reshape(num_heads, -1, 2, *shape[1:]).swapaxes(1, 2)
-    return torch.tensor(values).reshape(shape).to(torch.bfloat16)
+@dataclass(frozen=True)
+class _Tensor:
+    """Tensor of a GGUF file, and the tensor to which it is converted."""
+
+    path: Path
+    stored: ReaderTensor
+    hf_name: str
+    heads: Mapping[str, int]
+    """Number of heads by projection, for the projections whose rows are stored for interleaved RoPE."""
+    dequantised: bool
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Return True if the converted tensor has the blocks of the file."""
+        return not self.dequantised and is_kept(self.stored.tensor_type.name)
+
+    @property
+    def name(self) -> str:
+        module = self.hf_name.removesuffix(".weight")
+        return blocks_name(module, self.stored.tensor_type.name) if self.keeps_blocks else self.hf_name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.data.shape if self.keeps_blocks else _shape(self.stored)
+
+    def content(self) -> Tensor:
+        """Return blocks as bytes, or values rounded to bf16, with the rows in the decoder's order."""
+        rows = self.stored.data if self.keeps_blocks else self._values()
+        num_heads = self.heads.get(self.hf_name.split(".")[-2])
+        if num_heads is not None:
+            if self.shape[0] % (2 * num_heads):
+                problem = f"tensor {self.stored.name} does not have an even head of rows"
+                raise ModelError(f"{self.path}: {problem}; download the file again")
+            rows = rows.reshape(num_heads, -1, 2, *self.shape[1:]).swapaxes(1, 2)
+        converted = torch.tensor(rows).reshape(self.shape)
+        return converted if self.keeps_blocks else converted.to(torch.bfloat16)
+
+    def _values(self) -> npt.NDArray[np.float32]:
+        try:
+            values: npt.NDArray[np.float32] = dequantize(self.stored.data, self.stored.tensor_type)
+        except NotImplementedError as error:
+            problem = f"tensor {self.stored.name} is quantised as {self.stored.tensor_type.name}"
+            raise ModelError(f"{self.path}: {problem}, which cannot be read; choose another quantisation") from error
+        return values
 
 
-def _safetensors_header(shapes: dict[str, tuple[int, ...]]) -> bytes:
-    """Return the header of a safetensors file whose tensors follow in this order, all bf16."""
+def _safetensors_header(tensors: Iterable[_Tensor]) -> bytes:
+    """Return the header of a safetensors file whose tensors follow in this order."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for name, shape in shapes.items():
-        end = start + 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    for tensor in tensors:
+        dtype, size = ("U8", 1) if tensor.keeps_blocks else ("BF16", 2)
+        end = start + size * int(np.prod(tensor.shape))
+        header[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -17,7 +17,7 @@ from baton.modeling.families.fields import read_json
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.model_config import ModelConfig
 from baton.modeling.kv.buffers import TORCH_DTYPES
-from baton.types import QUANTIZATIONS
+from baton.types import WEIGHT_FORMS
 
 logger = logging.getLogger(__name__)
 
@@ -31,36 +31,39 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def load_decoder(
-    folder: Path, *, dtype: str = "float32", device: Device | None = None, quantization: str = "none"
+    folder: Path, *, dtype: str = "float32", device: Device | None = None, weights: str = "stored"
 ) -> Decoder:
     """Load a Hugging Face folder and return a Decoder that computes in `dtype` on `device`. `device` None: the CPU.
     Weights are converted to `dtype` as they are loaded.
 
-    Quantised weights are dequantised to `dtype` one tensor at a time, and the log reports this in one line. Raises
-    ModelError with a one-line message if the folder is invalid, the dtype is not supported, or there is too little
-    memory.
+    `weights` is one of WEIGHT_FORMS. Quantised weights that are not kept as they are stored are dequantised to `dtype`
+    one tensor at a time, and the log reports this in one line. Raises ModelError with a one-line message if the folder
+    is invalid, the dtype is not supported, or there is too little memory.
 
     The fingerprint of the weights is a hash of every tensor (name, type, shape and stored bytes), the config, the
-    quantisation format, `dtype` and `quantization`. It does not depend on how the checkpoint is split into files.
+    quantisation format, `dtype`, and whether weights are rounded to int8. It does not depend on how the checkpoint is
+    split into files, nor on whether codes are kept.
     """
     if dtype not in TORCH_DTYPES:
         raise ModelError(f"dtype {dtype!r} is not supported; choose one of {', '.join(TORCH_DTYPES)}")
-    if quantization not in QUANTIZATIONS:
-        raise ModelError(f"quantization {quantization!r} is not supported; choose one of {', '.join(QUANTIZATIONS)}")
+    if weights not in WEIGHT_FORMS:
+        raise ModelError(f"weights {weights!r} is not supported; choose one of {', '.join(WEIGHT_FORMS)}")
     model, stored = _load_model(folder), load_format(folder)
     device = device or CpuDevice()
-    where, int8 = str(device.torch_device), quantization == "int8"
-    checkpoint = Checkpoint(folder, TORCH_DTYPES[dtype], where, int8=int8, weight_format=stored)
+    where = str(device.torch_device)
+    checkpoint = Checkpoint(folder, TORCH_DTYPES[dtype], where, weights=weights, weight_format=stored)
     decoder = Decoder(model.config, model.load(checkpoint), device=device)
     if stored is not None:
-        logger.warning("%s: %s", folder, _account(stored, checkpoint, dtype))
+        level = logging.WARNING if checkpoint.num_dequantised else logging.INFO
+        logger.log(level, "%s: %s", folder, _account(stored, checkpoint, dtype))
     return decoder
 
 
 def _account(stored: WeightFormat, checkpoint: Checkpoint, dtype: str) -> str:
     """Return a log line that reports how a checkpoint's quantised weights were loaded, and which of its tensors were
     not used."""
-    done = f"{checkpoint.num_dequantised} weights dequantised to {dtype}, for there are no kernels for this format"
+    counts = {"kept as stored": checkpoint.num_kept, f"dequantised to {dtype}": checkpoint.num_dequantised}
+    done = ", ".join(f"{number} weights {what}" for what, number in counts.items() if number)
     tensors = [f"{number} {kind}" for kind, number in sorted(checkpoint.num_unused.items())]
     unused = ", ".join([*stored.unused, *tensors])
     return f"{stored.description}: {done}{f'; not used: {unused}' if unused else ''}"

@@ -8,7 +8,7 @@ Shape letters: N rows and K columns of a weight.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +20,10 @@ from torch import Tensor
 
 from baton.errors import ModelError
 from baton.modeling.families.fields import read_json
+from baton.modeling.kernels import native
+from baton.modeling.kernels.calls.codes import StoredWeight, joined
 from baton.modeling.kv.buffers import TORCH_DTYPES, byte_view
+from baton.types import WeightForm
 
 _HARMLESS = ("rotary_emb.inv_freq",)
 """Name suffixes of tensors that old checkpoints contain but that no family loads: RoPE frequencies, which are computed
@@ -52,9 +55,14 @@ class StoredTensors(Protocol):
         remedy."""
 
 
-WeightRows = Callable[[int, int], Tensor]
-"""Function (start, stop) that returns these rows of a quantised weight, dequantised to fp32. `start` must be a multiple
-of 32."""
+class QuantisedWeight(Protocol):
+    """Quantised weight of one module."""
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return the rows `start` to `stop` (exclusive), dequantised to fp32. `start` must be a multiple of 32."""
+
+    def stored(self) -> StoredWeight | None:
+        """Return the weight with its codes. None: the linear kernel cannot read codes of this kind."""
 
 
 class WeightFormat(Protocol):
@@ -70,10 +78,9 @@ class WeightFormat(Protocol):
         """Return, as readable text, the features that the checkpoint's quantisation config declares and Baton
         ignores."""
 
-    def weight(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> WeightRows | None:
-        """Return a function that loads dequantised rows of the weight of `module`, or None if this weight is not
-        quantised. `shape` is the shape of the dequantised weight. Raises ModelError if the stored tensors do not fit
-        the format."""
+    def weight(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> QuantisedWeight | None:
+        """Return the weight of `module`, or None if this weight is not quantised. `shape` is the shape of the
+        dequantised weight. Raises ModelError if the stored tensors do not fit the format."""
 
     def unused_kind(self, name: str) -> str | None:
         """Return the purpose of the tensor `name`, as readable text, if it may be skipped because no weight needs it.
@@ -98,23 +105,30 @@ class Checkpoint:
         dtype: torch.dtype,
         device: str,
         *,
-        int8: bool = False,
+        weights: WeightForm = "bfloat16",
         weight_format: WeightFormat | None = None,
     ) -> None:
-        """Open the safetensors files in `folder`. Tensors are loaded in `dtype` on `device`. `int8`: True if the
-        model family must round the weights of linear layers to int8. The checkpoint itself does not round.
-        `weight_format`: format of quantised weights, or None if the weights are not quantised."""
-        self.int8 = int8
+        """Open the safetensors files in `folder`. Tensors are loaded in `dtype` on `device`. `weights`: form in which
+        linear layers keep weights. The checkpoint itself does not round to int8. `weight_format`: format of quantised
+        weights, or None if the weights are not quantised."""
+        self.int8 = weights == "int8"
         """True if the model family must round the weights of linear layers to int8 when it builds the layers."""
         self.num_dequantised = 0
         """Number of weights that were dequantised while they were loaded."""
+        self.num_kept = 0
+        """Number of quantised weights that were loaded as they are stored."""
+        on_cpu = device == "cpu" and dtype == torch.bfloat16
+        self.keeps_codes = weights == "stored" and weight_format is not None and on_cpu and native.load()
+        """True if quantised weights are kept as they are stored, where the linear kernel can read their codes."""
         self.num_unused: Counter[str] = Counter()
         """Number of tensors of a quantised checkpoint that were not loaded because no weight needs them, keyed by the
         purpose of the tensors (see `WeightFormat.unused_kind`). `seal` sets the numbers."""
         self._weight_format = weight_format
         self._folder = folder
-        self._dtype = dtype
-        self._device = device
+        self.dtype = dtype
+        """Dtype to which tensors are converted."""
+        self.device = torch.device(device)
+        """Device to which tensors are loaded."""
         self._file_by_name = {name: path for path in _files(folder) for name in _tensor_names(path)}
         self._digests: dict[str, str] = {}
         self._repeated: set[str] = set()
@@ -130,12 +144,26 @@ class Checkpoint:
         """Load several tensors and return them concatenated along dimension 0. The tensors are read one at a time."""
         num_rows = sum(shape[0] for _, shape in parts)
         with self._allocating():
-            fused = torch.empty((num_rows, *parts[0][1][1:]), dtype=self._dtype, device=self._device)
+            fused = torch.empty((num_rows, *parts[0][1][1:]), dtype=self.dtype, device=self.device)
         start = 0
         for name, shape in parts:
             self._fill(fused[start : start + shape[0]], name)
             start += shape[0]
         return fused
+
+    def codes(self, parts: Sequence[tuple[str, tuple[int, int]]]) -> StoredWeight | None:
+        """Load several quantised weights as they are stored, concatenated along the rows. `parts`: names of modules,
+        and shapes of their weights. None: the weights are dequantised, with `fuse`, because they are not quantised or
+        the linear kernel cannot read their codes."""
+        if not self.keeps_codes or self._weight_format is None:
+            return None
+        found = [self._weight_format.weight(module, shape, self) for module, shape in parts]
+        stored = [None if each is None else each.stored() for each in found]
+        whole = joined([each for each in stored if each is not None]) if all(stored) else None
+        if whole is None or not whole.is_supported:
+            return None
+        self.num_kept += len(parts)
+        return whole
 
     def has(self, name: str) -> bool:
         """Return True if the folder contains a tensor `name`."""
@@ -165,7 +193,7 @@ class Checkpoint:
         if unknown:
             remedy = "config.json describes another model; use the one that belongs to the weights"
             raise ModelError(f"{self._folder}: {len(unknown)} unknown tensors, the first is {unknown[0]}; {remedy}")
-        format = f"{self._dtype}/int8" if self.int8 else str(self._dtype)
+        format = f"{self.dtype}/int8" if self.int8 else str(self.dtype)
         if self._weight_format is not None:
             format = f"{format}/{self._weight_format}"
         total = xxhash.xxh3_64(f"{format}/{description}".encode())
@@ -207,16 +235,16 @@ class Checkpoint:
     def _fill(self, part: Tensor, name: str) -> None:
         """Copy the tensor `name` into `part`, which has the same shape. Dequantise it if it is quantised."""
         shape = tuple(part.shape)
-        read_rows = None
+        weight = None
         if self._weight_format is not None and len(shape) == 2:
-            read_rows = self._weight_format.weight(name.removesuffix(".weight"), shape, self)
-        if read_rows is None:
+            weight = self._weight_format.weight(name.removesuffix(".weight"), shape, self)
+        if weight is None:
             part.copy_(self.stored(name, {dtype: [shape] for dtype in TORCH_DTYPES.values()}))
             return
         num_rows = max(_PART_ELEMENTS // shape[1] // _PART_ROWS, 1) * _PART_ROWS
         for start in range(0, shape[0], num_rows):
             stop = min(start + num_rows, shape[0])
-            part[start:stop].copy_(read_rows(start, stop))
+            part[start:stop].copy_(weight.rows(start, stop))
         self.num_dequantised += 1
 
     def _is_unused(self, name: str) -> bool:
@@ -240,7 +268,7 @@ class Checkpoint:
             reason = str(error).partition("\n")[0]
             remedy = "choose another device, a smaller dtype or a smaller model"
             raise ModelError(
-                f"{self._folder}: cannot allocate on device {self._device!r} ({reason}); {remedy}"
+                f"{self._folder}: cannot allocate on device {str(self.device)!r} ({reason}); {remedy}"
             ) from error
 
 

@@ -74,10 +74,10 @@ class FalconModel:
 
     def load(self, checkpoint: Checkpoint) -> DecoderWeights:
         config = self.config
-        ends = load_ends(checkpoint, config, "transformer.word_embeddings.weight", config.hidden_size)
+        ends = load_ends(checkpoint, config, "transformer.word_embeddings", config.hidden_size)
         return compose(
             *(self, checkpoint, ends),
-            positions=RotaryTable(config, ends[0].device, ends[0].dtype),
+            positions=RotaryTable(config, checkpoint.device, checkpoint.dtype),
             layers=[self._layer(checkpoint, f"transformer.h.{layer}") for layer in range(config.num_layers)],
             final_norm=self._norm(checkpoint, "transformer.ln_f"),
         )

@@ -18,13 +18,13 @@ from torch import Tensor
 from baton.modeling.families.checkpoint import Checkpoint
 from baton.modeling.forward.decoder import DecoderWeights
 from baton.modeling.forward.layers import ACTIVATIONS, Layer, PlainMlp
-from baton.modeling.forward.linear import Linear, TorchLinear, make_linear
+from baton.modeling.forward.linear import Linear, PanelLinear, TorchLinear, make_linear
 from baton.modeling.forward.model_config import ModelConfig
 from baton.modeling.forward.norms import LayerNorm, Transform
 from baton.modeling.forward.positions import PositionTable
 
-HEAD = "lm_head.weight"
-"""Name of the output head's tensor, in all families. The tensor may be missing if the head is tied to the embedding."""
+HEAD = "lm_head"
+"""Name of the output head's module, in all families. It may be missing if the head is tied to the embedding."""
 
 
 class Family(Protocol):
@@ -43,11 +43,23 @@ class Family(Protocol):
 
 
 def load_linear(
-    checkpoint: Checkpoint, rows: Mapping[str, int], columns: int, bias: bool, *, gated: bool = False
+    checkpoint: Checkpoint,
+    rows: Mapping[str, int],
+    columns: int,
+    bias: bool,
+    *,
+    gated: bool = False,
+    has_many_rows: bool = True,
 ) -> Linear:
     """Load several modules as one linear layer, concatenated along the rows. `rows` maps module names to their numbers
-    of rows. If `gated` is set, the first half of the outputs gates the second half."""
-    return make_linear(*load_parameters(checkpoint, rows, columns, bias), gated=gated, int8=checkpoint.int8)
+    of rows. If `gated` is set, the first half of the outputs gates the second half. `has_many_rows`: see
+    `make_linear`."""
+    bias_N = _load_bias(checkpoint, rows) if bias else None
+    codes = checkpoint.codes([(name, (count, columns)) for name, count in rows.items()])
+    if codes is not None:
+        return PanelLinear(codes, bias_N, gated)
+    weight = _load_weight(checkpoint, rows, columns)
+    return make_linear(weight, bias_N, gated=gated, int8=checkpoint.int8, has_many_rows=has_many_rows)
 
 
 def load_parameters(
@@ -55,8 +67,15 @@ def load_parameters(
 ) -> tuple[Tensor, Tensor | None]:
     """Load several modules and return `(weight, bias)`, concatenated along the rows. `rows` maps module names to their
     numbers of rows. The bias is None if `bias` is False."""
-    weight = checkpoint.fuse([(f"{name}.weight", (count, columns)) for name, count in rows.items()])
-    return weight, checkpoint.fuse([(f"{name}.bias", (count,)) for name, count in rows.items()]) if bias else None
+    return _load_weight(checkpoint, rows, columns), _load_bias(checkpoint, rows) if bias else None
+
+
+def _load_weight(checkpoint: Checkpoint, rows: Mapping[str, int], columns: int) -> Tensor:
+    return checkpoint.fuse([(f"{name}.weight", (count, columns)) for name, count in rows.items()])
+
+
+def _load_bias(checkpoint: Checkpoint, rows: Mapping[str, int]) -> Tensor:
+    return checkpoint.fuse([(f"{name}.bias", (count,)) for name, count in rows.items()])
 
 
 def load_layer_norm(checkpoint: Checkpoint, name: str, size: int, eps: float) -> LayerNorm:
@@ -77,20 +96,29 @@ def load_plain_mlp(
     )
 
 
-def load_ends(checkpoint: Checkpoint, config: ModelConfig, name: str, width: int) -> tuple[Tensor, Tensor | None]:
-    """Load the embedding `name` and the output head, both of shape `[V, width]`, V the vocabulary size. The head is
-    None if it shares the embedding's weight."""
-    embedding = checkpoint.take(name, (config.vocab_size, width))
+def load_ends(checkpoint: Checkpoint, config: ModelConfig, name: str, width: int) -> tuple[Linear, Linear]:
+    """Load the embedding and the output head, both with a weight of shape `[V, width]`, V the vocabulary size. `name`
+    is the embedding's module. If the head shares the embedding's weight, both are the same object."""
+    shape = config.vocab_size, width
     if not config.tie_embeddings:
-        return embedding, checkpoint.take(HEAD, (config.vocab_size, width))
-    checkpoint.expect_equal(HEAD, name)
-    return embedding, None
+        embedding = checkpoint.codes([(name, shape)])
+        table = TorchLinear(checkpoint.take(f"{name}.weight", shape)) if embedding is None else PanelLinear(embedding)
+        return table, _load_head(checkpoint, HEAD, shape)
+    head = _load_head(checkpoint, name, shape)
+    checkpoint.expect_equal(f"{HEAD}.weight", f"{name}.weight")
+    return head, head
+
+
+def _load_head(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> Linear:
+    """Load an output head. It computes only the rows that need logits, not all tokens of a prompt."""
+    num_rows, width = shape
+    return load_linear(checkpoint, {name: num_rows}, width, bias=False, has_many_rows=False)
 
 
 def compose(
     model: Family,
     checkpoint: Checkpoint,
-    ends: tuple[Tensor, Tensor | None],
+    ends: tuple[Linear, Linear],
     *,
     positions: PositionTable,
     layers: Sequence[Layer],
@@ -99,22 +127,19 @@ def compose(
 ) -> DecoderWeights:
     """Return a model's weights, composed of its parts. Call it after all tensors have been loaded.
 
-    `ends` contains the embedding and the output head. The head is None if it shares the embedding's weight.
-    `embedding_scale` is rounded to the dtype of the weights. The fingerprint of the result is a hash of the tensors and
-    of all settings that affect the KV.
+    `ends` contains the embedding and the output head, as `load_ends` returns them. `embedding_scale` is rounded to the
+    dtype of the weights. The fingerprint of the result is a hash of the tensors and of all settings that affect the KV.
     """
-    embedding_VD, head_VD = ends
-    # A head computes only the rows that need logits, not all tokens of a prompt.
-    head = make_linear(embedding_VD if head_VD is None else head_VD, int8=checkpoint.int8, has_many_rows=False)
+    embedding, head = ends
     config = dataclasses.replace(model.config, eos_token_ids=(), bos_token_id=None)
     return DecoderWeights(
-        device=embedding_VD.device,
-        dtype=embedding_VD.dtype,
-        embedding=head if head_VD is None else TorchLinear(embedding_VD),
+        device=checkpoint.device,
+        dtype=checkpoint.dtype,
+        embedding=embedding,
         positions=positions,
         layers=tuple(layers),
         final_norm=final_norm,
         head=head,
         fingerprint=checkpoint.seal(str(dataclasses.replace(model, config=config))),
-        embedding_scale=float(torch.tensor(embedding_scale, dtype=embedding_VD.dtype)),
+        embedding_scale=float(torch.tensor(embedding_scale, dtype=checkpoint.dtype)),
     )

@@ -73,9 +73,9 @@ class Gemma3Model:
 
     def load(self, checkpoint: Checkpoint) -> DecoderWeights:
         config = self.config
-        ends = load_ends(checkpoint, config, "model.embed_tokens.weight", config.hidden_size)
+        ends = load_ends(checkpoint, config, "model.embed_tokens", config.hidden_size)
         local = dataclasses.replace(config, rope_theta=self.local_theta, rope_scaling=RopeScaling())
-        tables = tuple(RotaryTable(each, ends[0].device, ends[0].dtype) for each in (config, local))
+        tables = tuple(RotaryTable(each, checkpoint.device, checkpoint.dtype) for each in (config, local))
         return compose(
             *(self, checkpoint, ends),
             positions=LayeredRotaryTable(tables, tuple(int(window is not None) for window in config.windows)),

@@ -53,10 +53,10 @@ class LlamaModel:
 
     def load(self, checkpoint: Checkpoint) -> DecoderWeights:
         config = self.config
-        ends = load_ends(checkpoint, config, "model.embed_tokens.weight", config.hidden_size)
+        ends = load_ends(checkpoint, config, "model.embed_tokens", config.hidden_size)
         return compose(
             *(self, checkpoint, ends),
-            positions=RotaryTable(config, ends[0].device, ends[0].dtype),
+            positions=RotaryTable(config, checkpoint.device, checkpoint.dtype),
             layers=[self._layer(checkpoint, f"model.layers.{layer}") for layer in range(config.num_layers)],
             final_norm=self._norm(checkpoint, "model.norm", config.hidden_size),
         )

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from baton.modeling.families.checkpoint import Checkpoint
-from baton.modeling.families.family import compose, load_ends, load_layer_norm, load_linear, load_plain_mlp
+from baton.modeling.families.family import HEAD, compose, load_ends, load_layer_norm, load_linear, load_plain_mlp
 from baton.modeling.families.fields import Fields
 from baton.modeling.forward.decoder import DecoderWeights
 from baton.modeling.forward.layers import ACTIVATIONS, Layer, PostNorm, Sequential
+from baton.modeling.forward.linear import Linear, TorchLinear, make_linear
 from baton.modeling.forward.model_config import ModelConfig
 from baton.modeling.forward.norms import LayerNorm, Transform, unchanged
 from baton.modeling.forward.positions import LearnedTable
@@ -60,20 +61,33 @@ class OptModel:
         the embedding and the head. Tensor names may lack the prefix `model.`, as in checkpoints of the base model."""
         config = self.config
         at = "decoder" if checkpoint.has("decoder.embed_tokens.weight") else "model.decoder"
-        embedding_VD, head_VD = load_ends(checkpoint, config, f"{at}.embed_tokens.weight", self.embedding_size)
-        if self.embedding_size != config.hidden_size:
-            shape = (config.hidden_size, self.embedding_size)
-            tied_VD = embedding_VD if head_VD is None else head_VD
-            embedding_VD = _product(embedding_VD, checkpoint.take(f"{at}.project_in.weight", shape).T)
-            head_VD = _product(tied_VD, checkpoint.take(f"{at}.project_out.weight", shape[::-1]))
+        if self.embedding_size == config.hidden_size:
+            ends = load_ends(checkpoint, config, f"{at}.embed_tokens", config.hidden_size)
+        else:
+            ends = self._projected_ends(checkpoint, at)
         num_rows = _FIRST_POSITION + config.max_position
         rows_PD = checkpoint.take(f"{at}.embed_positions.weight", (num_rows, config.hidden_size))
         return compose(
-            *(self, checkpoint, (embedding_VD, head_VD)),
+            *(self, checkpoint, ends),
             positions=LearnedTable(rows_PD[_FIRST_POSITION:]),
             layers=[self._layer(checkpoint, f"{at}.layers.{layer}") for layer in range(config.num_layers)],
             final_norm=self._norm(checkpoint, f"{at}.final_layer_norm") if self.final_norm else unchanged,
         )
+
+    def _projected_ends(self, checkpoint: Checkpoint, at: str) -> tuple[Linear, Linear]:
+        """Load the embedding and the head of a model whose embedding has another width than its hidden states."""
+        config, width = self.config, self.embedding_size
+        name = f"{at}.embed_tokens.weight"
+        embedding_VE = head_VE = checkpoint.take(name, (config.vocab_size, width))
+        if config.tie_embeddings:
+            checkpoint.expect_equal(f"{HEAD}.weight", name)
+        else:
+            head_VE = checkpoint.take(f"{HEAD}.weight", (config.vocab_size, width))
+        project_in = checkpoint.take(f"{at}.project_in.weight", (config.hidden_size, width))
+        project_out = checkpoint.take(f"{at}.project_out.weight", (width, config.hidden_size))
+        head_VD = _product(head_VE, project_out)
+        head = make_linear(head_VD, int8=checkpoint.int8, has_many_rows=False)
+        return TorchLinear(_product(embedding_VE, project_in.T)), head
 
     def _layer(self, checkpoint: Checkpoint, at: str) -> Layer:
         hidden = self.config.hidden_size

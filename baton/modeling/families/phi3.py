@@ -51,10 +51,10 @@ class Phi3Model(LlamaModel):
     def _qkv(self, checkpoint: Checkpoint, at: str) -> Linear:
         config = self.config
         num_rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        if config.rotary_dim is None:
+            return load_linear(checkpoint, {f"{at}.qkv_proj": num_rows}, config.hidden_size, bias=False)
         weight_WD = checkpoint.take(f"{at}.qkv_proj.weight", (num_rows, config.hidden_size))
-        if config.rotary_dim is not None:
-            weight_WD = self._turning_first(weight_WD, config.rotary_dim)
-        return make_linear(weight_WD, int8=checkpoint.int8)
+        return make_linear(self._turning_first(weight_WD, config.rotary_dim), int8=checkpoint.int8)
 
     def _turning_first(self, weight_WD: Tensor, rotary_dim: int) -> Tensor:
         """Return the rows reordered, so that the rotated dimensions of each query and key come first in each half."""

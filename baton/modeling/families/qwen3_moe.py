@@ -2,13 +2,15 @@
 (experts)."""
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 from baton.modeling.families.checkpoint import Checkpoint
+from baton.modeling.families.family import load_linear
 from baton.modeling.families.fields import Fields
 from baton.modeling.families.llama import LlamaModel, read_config
 from baton.modeling.forward.experts import ExpertProducts, ExpertsMlp, LinearExperts, StackedExperts, can_stack
-from baton.modeling.forward.linear import TorchLinear, make_linear
+from baton.modeling.forward.linear import TorchLinear
 from baton.modeling.forward.model_config import ModelConfig
 
 _DEFAULT_ACTIVE = 8
@@ -43,7 +45,7 @@ class Qwen3MoeModel(LlamaModel):
     def _mlp(self, checkpoint: Checkpoint, at: str) -> ExpertsMlp:
         config = self.config
         router_ED = checkpoint.take(f"{at}.gate.weight", (config.num_experts, config.hidden_size))
-        stacks = can_stack(router_ED.device, router_ED.dtype) and not checkpoint.int8
+        stacks = can_stack(router_ED.device, router_ED.dtype) and not (checkpoint.int8 or checkpoint.keeps_codes)
         experts = [f"{at}.experts.{number}" for number in range(config.num_experts)]
         products = self._stacked(checkpoint, experts) if stacks else self._linears(checkpoint, experts)
         return ExpertsMlp(TorchLinear(router_ED), products, config.num_active_experts, self.normalised)
@@ -52,12 +54,9 @@ class Qwen3MoeModel(LlamaModel):
         """Load each expert as two linear layers. Each weight is stored only once, because an expert gets few of a
         prompt's tokens."""
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
-        gate_up, down = [], []
-        for at in experts:
-            weight = checkpoint.fuse([(f"{at}.{name}_proj.weight", (inner, hidden)) for name in ("gate", "up")])
-            gate_up.append(make_linear(weight, gated=True, int8=checkpoint.int8, has_many_rows=False))
-            weight = checkpoint.take(f"{at}.down_proj.weight", (hidden, inner))
-            down.append(make_linear(weight, int8=checkpoint.int8, has_many_rows=False))
+        load = functools.partial(load_linear, checkpoint, bias=False, has_many_rows=False)
+        gate_up = [load({f"{at}.{name}_proj": inner for name in ("gate", "up")}, hidden, gated=True) for at in experts]
+        down = [load({f"{at}.down_proj": hidden}, inner) for at in experts]
         return LinearExperts(tuple(gate_up), tuple(down))
 
     def _stacked(self, checkpoint: Checkpoint, experts: list[str]) -> ExpertProducts:

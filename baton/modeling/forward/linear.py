@@ -23,6 +23,7 @@ from torch import Tensor
 from baton.errors import ModelError
 from baton.modeling.forward.norms import RmsNorm, Transform, unchanged
 from baton.modeling.kernels import native
+from baton.modeling.kernels.calls.codes import StoredWeight, pack_codes
 from baton.modeling.kernels.calls.panels import HALF, PANEL, BoundPanels, bind_panels, pack_panels, unpack_rows
 from baton.modeling.kernels.huge_pages import WEIGHTS
 from baton.modeling.kernels.process_kernels import KERNELS
@@ -89,12 +90,18 @@ class TorchLinear:
 
 class PanelLinear:
     """Linear layer that is computed by the C++ kernel, which must have been loaded. The weight is stored only in panels
-    (blocks of 32 rows that the kernel reads sequentially). If `int8` is set, the weight is rounded to int8 with one
-    scale per row, which halves the number of bytes to read."""
+    (blocks of 32 rows that the kernel reads sequentially).
+
+    A `StoredWeight` keeps its codes, which the kernel dequantises. If the multiplication method has operands in bf16,
+    results equal, bit for bit, those of the same weight in bf16. Otherwise weights are not rounded to bf16.
+
+    If `int8` is set, a weight in bf16 is rounded to int8 with one scale per row, which halves the number of bytes to
+    read.
+    """
 
     def __init__(
         self,
-        weight_NK: Tensor,
+        weight: Tensor | StoredWeight,
         bias_N: Tensor | None = None,
         gated: bool = False,
         *,
@@ -105,23 +112,27 @@ class PanelLinear:
         """Pack the weight into panels (blocks of 32 rows). `product` is the multiplication method, one of
         `baton.modeling.kernels.products`. None: the method that was chosen for this process."""
         self._operators = native.operators(instruction_set)
-        num_rows, self._num_inputs = weight_NK.shape
+        num_rows, self._num_inputs = weight.shape
         self.product = product or KERNELS.choice.panels
         self._num_outputs = num_rows // 2 if gated else num_rows
         self._order_N = _gated_order(self._num_outputs) if gated else torch.arange(num_rows)
         self._num_places = -(-(int(self._order_N[-1]) + 1) // PANEL) * PANEL
         self._scales = None
-        if int8:
-            weight_NK, scale_N = _rounded(weight_NK)
-            self._scales = self._placed(scale_N)
-        self._panels_PJL = WEIGHTS.copy(pack_panels(self._placed(weight_NK), self.product))
         self._bias = None if bias_N is None else self._placed(bias_N.float())
+        if isinstance(weight, StoredWeight):
+            codes = pack_codes(weight.with_rows(self._placed), self.product, WEIGHTS.copy)
+            self._bound = codes.bind(self._num_outputs, self._bias, gated=gated)
+            return
+        if int8:
+            weight, scale_N = _rounded(weight)
+            self._scales = self._placed(scale_N)
+        self._panels_PJL = WEIGHTS.copy(pack_panels(self._placed(weight), self.product))
         weights, sizes = (self._panels_PJL, self._scales), (self._num_inputs, self._num_outputs)
         self._bound = bind_panels(weights, sizes, self._bias, gated=gated, product=self.product)
 
     @property
     def num_bytes(self) -> int:
-        return _num_bytes(self._panels_PJL, self._scales, self._bias)
+        return _num_bytes(*self._bound.tensors)
 
     def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
         gain_K, eps = _gain(norm)
@@ -147,6 +158,8 @@ class PanelLinear:
 
     def _rows(self, indices_T: Tensor) -> Tensor:
         at_T = self._order_N[indices_T]
+        if self._bound.codes is not None:
+            return self._operators.dequantised_rows(self._bound, at_T)
         kept_TK = unpack_rows(self._panels_PJL, at_T, self._num_inputs, self.product)
         return kept_TK if self._scales is None else kept_TK * self._scales[at_T].unsqueeze(-1)
 
@@ -240,10 +253,8 @@ def make_linear(
     on_cpu = weight_NK.device.type == "cpu" and weight_NK.dtype == torch.bfloat16
     if int8:
         if not on_cpu or not native.load():
-            remedy = "leave quantization out, or use dtype bfloat16 on device cpu, with a C++ compiler"
-            raise ModelError(
-                f"quantization int8 is not supported for {weight_NK.dtype} on {weight_NK.device}; {remedy}"
-            )
+            remedy = "choose other weights, or use dtype bfloat16 on device cpu, with a C++ compiler"
+            raise ModelError(f"weights int8 are not supported for {weight_NK.dtype} on {weight_NK.device}; {remedy}")
         return PanelLinear(weight_NK, bias_N, gated, int8=True)
     torchs = TorchLinear(weight_NK, bias_N, gated)
     if not on_cpu or not has_panel_linear():

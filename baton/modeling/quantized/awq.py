@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.modeling.families.checkpoint import StoredTensors, WeightRows
+from baton.modeling.families.checkpoint import StoredTensors
 from baton.modeling.families.fields import Fields
 from baton.modeling.quantized.scaled_weight import SCALE_TYPES, WORD_BITS, ScaledWeight, ScaleGrid, num_words, unpack
 from baton.modeling.quantized.settings import described_groups, read_group_size
@@ -51,7 +51,7 @@ class AwqFormat:
     def description(self) -> str:
         return f"awq, 4 bits, {described_groups(self.group_size)}"
 
-    def weight(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> WeightRows | None:
+    def weight(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> ScaledWeight | None:
         if not tensors.has(f"{module}.qweight"):
             return None
         num_outputs, num_inputs = shape
@@ -66,7 +66,7 @@ class AwqFormat:
             return _by_output(words_KW[:, first:end])[: stop - start].float()
 
         zeros_NG = _by_output(zeros_GW)[:num_outputs].float()
-        return ScaledWeight(codes, grid, scales_GN.T.contiguous(), zeros_NG).rows
+        return ScaledWeight(codes, grid, scales_GN.T.contiguous(), zeros_NG)
 
     def unused_kind(self, name: str) -> str | None:
         return None

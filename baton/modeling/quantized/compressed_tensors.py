@@ -8,7 +8,7 @@ have different formats.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from baton.modeling.families.checkpoint import StoredTensors, WeightRows
+from baton.modeling.families.checkpoint import StoredTensors
 from baton.modeling.families.fields import Fields
 from baton.modeling.quantized.leftovers import ACTIVATIONS, KV_CACHE, unused_kind
 from baton.modeling.quantized.scaled_weight import SCALE_TYPES, ScaledWeight, read_groups
@@ -48,7 +48,7 @@ class CompressedTensorsFormat:
         kinds = dict.fromkeys(scheme.description for scheme in self.schemes)
         return f"compressed-tensors, {' and '.join(kinds) or 'weights as they are'}"
 
-    def weight(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> WeightRows | None:
+    def weight(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> ScaledWeight | None:
         name = f"{module}.weight_scale"
         if not tensors.has(name):
             return None
@@ -63,7 +63,7 @@ class CompressedTensorsFormat:
         if scheme.sharing.strategy == "group":
             groups_K = read_groups(tensors, f"{module}.weight_g_idx", grid, required=scheme.sharing.reordered)
             grid = replace(grid, columns_K=groups_K)
-        return ScaledWeight(codes, grid, scales, zeros_RC).rows
+        return ScaledWeight(codes, grid, scales, zeros_RC, has_integers=scheme.kind == "int")
 
     def unused_kind(self, name: str) -> str | None:
         return unused_kind(name)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.modeling.families.checkpoint import StoredTensors, WeightRows
+from baton.modeling.families.checkpoint import StoredTensors
 from baton.modeling.families.fields import Fields
 from baton.modeling.quantized.leftovers import ACTIVATIONS, KV_CACHE, unused_kind
 from baton.modeling.quantized.scaled_weight import SCALE_TYPES, ScaledWeight, ScaleGrid, fp8_values
@@ -42,14 +42,14 @@ class Fp8Format:
     def description(self) -> str:
         return "fp8, a scale a weight" if self.block is None else f"fp8, blocks of {self.block[0]} x {self.block[1]}"
 
-    def weight(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> WeightRows | None:
+    def weight(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> ScaledWeight | None:
         name = next((f"{module}.{each}" for each in _SCALE_NAMES if tensors.has(f"{module}.{each}")), None)
         if name is None:
             return None
         codes_NK = tensors.stored(f"{module}.weight", {torch.float8_e4m3fn: [shape]})
         grid = ScaleGrid.of_whole(shape) if self.block is None else ScaleGrid.of_blocks(shape, self.block)
         scales = tensors.stored(name, grid.allowed(*SCALE_TYPES, torch.float8_e8m0fnu))
-        return ScaledWeight(lambda start, stop: fp8_values(codes_NK[start:stop]), grid, scales).rows
+        return ScaledWeight(lambda start, stop: fp8_values(codes_NK[start:stop]), grid, scales, has_integers=False)
 
     def unused_kind(self, name: str) -> str | None:
         return unused_kind(name)

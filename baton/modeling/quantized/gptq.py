@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from baton.modeling.families.checkpoint import StoredTensors, WeightRows
+from baton.modeling.families.checkpoint import StoredTensors
 from baton.modeling.families.fields import Fields
 from baton.modeling.quantized.scaled_weight import (
     SCALE_TYPES,
@@ -74,11 +74,11 @@ class GptqFormat:
         others = ", other settings for some modules" if self.of_modules else ""
         return f"gptq, {self.bits} bits, {described_groups(self.group_size)}{order}{others}"
 
-    def weight(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> WeightRows | None:
+    def weight(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> ScaledWeight | None:
         if not tensors.has(f"{module}.qweight"):
             return None
         matching = (each for pattern, each in self.of_modules if re.match(pattern, module))
-        return next(matching, self)._scaled(module, shape, tensors).rows
+        return next(matching, self)._scaled(module, shape, tensors)
 
     def unused_kind(self, name: str) -> str | None:
         return None

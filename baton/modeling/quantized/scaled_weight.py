@@ -14,12 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.modeling.families.checkpoint import Shapes, StoredTensors
+from baton.modeling.families.checkpoint import QuantisedWeight, Shapes, StoredTensors
+from baton.modeling.kernels.calls.codes import StoredWeight, narrowed
 from baton.modeling.kv.buffers import TORCH_DTYPES
 
 SCALE_TYPES = tuple(TORCH_DTYPES.values())
 """Supported torch dtypes of scales."""
 WORD_BITS = 32
+_PART_ROWS = 1024
+"""Number of rows whose codes are converted at a time. A multiple of 32."""
+_CODE_RANGES = ((0, 16, 4, 0), (-8, 8, 4, 0), (-128, 128, 8, -128), (0, 256, 8, -128))
+"""Ranges of codes: the lowest code, the end (exclusive), the number of bits of a `StoredWeight` that contains them, and
+the value that it stores for the lowest code."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ class ScaleGrid:
 
 
 @dataclass(frozen=True)
-class ScaledWeight:
+class ScaledWeight(QuantisedWeight):
     """Quantised weight `[N, K]`. The method `rows` dequantises some of its rows at a time."""
 
     codes: Callable[[int, int], Tensor]
@@ -84,6 +90,8 @@ class ScaledWeight:
     """Scales of any floating-point type, in one of the shapes that `grid.allowed` returns."""
     zeros_RC: Tensor | None = None
     """Zero points `[R, C]`: the codes that represent the value 0. None: code 0 represents the value 0."""
+    has_integers: bool = True
+    """True if codes and zero points are integers."""
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Return the dequantised rows `start` to `stop` (exclusive) of the weight, in fp32. `start` must be a multiple
@@ -93,6 +101,27 @@ class ScaledWeight:
             values_NK -= self.grid.of_each(self.zeros_RC, start, stop)
         values_NK *= self.grid.of_each(self.scales.float().view(self.grid.shape), start, stop)
         return values_NK
+
+    def stored(self) -> StoredWeight | None:
+        num_rows, num_groups = self.grid.shape
+        if not self.has_integers or self.grid.rows_a_scale != 1:
+            return None
+        starts = range(0, num_rows, _PART_ROWS)
+        codes_NK = torch.cat([self.codes(at, min(at + _PART_ROWS, num_rows)).short() for at in starts])
+        columns_K = torch.arange(codes_NK.shape[1]) * num_groups // codes_NK.shape[1]
+        fitting = [each for each in _CODE_RANGES if each[0] <= codes_NK.min() and codes_NK.max() < each[1]]
+        if not fitting or (self.grid.columns_K is not None and not torch.equal(self.grid.columns_K, columns_K)):
+            return None
+        lowest, _, bits, least = fitting[0]
+        shift = least - lowest
+        scales_NG = self.scales.double().view(self.grid.shape)
+        zeros_NG = shift + (torch.zeros_like(scales_NG) if self.zeros_RC is None else self.zeros_RC.double())
+        offsets_NG, zero = -zeros_NG * scales_NG, int(zeros_NG[0, 0])
+        if not torch.equal(offsets_NG, offsets_NG.float().double()):
+            return None  # an offset would be rounded, and then the sum again
+        fields = [scales_NG] if bool((zeros_NG == zero).all()) else [scales_NG, offsets_NG]
+        codes_NK = (codes_NK + shift).to(torch.int8 if bits == 8 else torch.uint8)
+        return StoredWeight(bits, codes_NK, narrowed(torch.stack(fields, -1)), zero=zero if len(fields) == 1 else 0)
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:

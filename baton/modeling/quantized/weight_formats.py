@@ -12,6 +12,7 @@ from baton.modeling.families.fields import Fields
 from baton.modeling.quantized.awq import AwqFormat
 from baton.modeling.quantized.compressed_tensors import CompressedTensorsFormat
 from baton.modeling.quantized.fp8 import Fp8Format
+from baton.modeling.quantized.gguf_blocks import METHOD, GgufFormat
 from baton.modeling.quantized.gptq import GptqFormat
 
 _FORMATS: dict[str, Callable[[Fields], WeightFormat]] = {
@@ -19,6 +20,7 @@ _FORMATS: dict[str, Callable[[Fields], WeightFormat]] = {
     "fp8": Fp8Format.read,
     "awq": AwqFormat.read,
     "gptq": GptqFormat.read,
+    METHOD: GgufFormat.read,
 }
 """Functions that read a format from its configuration, by the configuration's `quant_method`."""
 
@@ -31,6 +33,7 @@ def read_format(raw: object, source: str) -> WeightFormat:
     fields = Fields(raw, source)
     method = raw.get("quant_method")
     if not isinstance(method, str) or method not in _FORMATS:
-        remedy = f"use the unquantised model, a GGUF file, or weights in {', '.join(_FORMATS)}"
+        others = ", ".join(name for name in _FORMATS if name != METHOD)
+        remedy = f"use the unquantised model, a GGUF file, or weights in {others}"
         raise fields.error("quant_method", f"{method!r} is not supported", remedy)
     return _FORMATS[method](fields)

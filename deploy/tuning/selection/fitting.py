@@ -114,7 +114,7 @@ def prepare(args: argparse.Namespace, wanted: Wanted, console: Console) -> Outco
     folder = resolve_folder(args.model, args.cache, console)
     prepare_kernels(console)
     torch.set_num_threads(use_threads(args.threads))
-    decoder = load_decoder(folder, dtype=args.dtype, quantization=args.quantization)
+    decoder = load_decoder(folder, dtype=args.dtype, weights=args.weights)
     require_fit(decoder, wanted)
     passages = Texts(Tokenizer.load(folder), [args.text], wanted.num_rows).passages(wanted.context, wanted.num_steps)
     fitted = passages[0].token_ids[: min(wanted.context, _FITTED_TOKENS)]
@@ -136,7 +136,7 @@ def prepare(args: argparse.Namespace, wanted: Wanted, console: Console) -> Outco
     )
     path = args.output or prepared_path(prepared.fingerprint, prepared.lookahead)
     save_prepared(prepared, path)
-    weights = "" if args.quantization == "none" else f", {args.quantization} weights"
+    weights = "" if args.weights == "stored" else f", {args.weights} weights"
     title = f"{args.model}, {args.dtype}{weights}; {wanted.num_rows} passages of {args.text.name}"
     return Outcome(title, judged, oracle.share, oracle.mass, reader.full_perplexity, tuple(found), path)
 

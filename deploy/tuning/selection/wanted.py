@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.settings.paths import cache_folder
-from baton.types import DTYPES, QUANTIZATIONS
+from baton.types import DTYPES, WEIGHT_FORMS
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     text = "data type of weights, activations and KV (default: %(default)s)"
     group.add_argument("--dtype", default="bfloat16", choices=DTYPES, help=text)
-    text = "quantization of weights (default: none)"
-    group.add_argument("--quantization", default="none", choices=QUANTIZATIONS, help=text)
+    text = "form of weights in memory (default: stored)"
+    group.add_argument("--weights", default="stored", choices=WEIGHT_FORMS, help=text)
     text = "folder for converted models (default: %(default)s)"
     group.add_argument("--cache", type=Path, default=cache_folder(), help=text)
     text = "number of compute threads; 0: one for each core (default: 0)"

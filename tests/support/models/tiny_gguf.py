@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -77,11 +78,11 @@ def write_gguf(
     path: Path,
     architecture: str,
     keys: Mapping[str, object],
-    tensors: Mapping[str, Array],
+    tensors: Mapping[str, Array | npt.NDArray[np.uint8]],
     types: Mapping[str, GGMLQuantizationType] | None = None,
 ) -> None:
-    """Write a GGUF file. `types` gives the types of tensors that are not F32. Rows of Q and K are permuted as llama.cpp
-    does."""
+    """Write a GGUF file. `types` gives the types of tensors that are not F32. They are quantised unless they are bytes.
+    Rows of Q and K are permuted as llama.cpp does."""
     writer = GGUFWriter(path, architecture)
     for key, value in keys.items():
         if isinstance(value, str):
@@ -99,14 +100,14 @@ def write_gguf(
         if kind is None:
             writer.add_tensor(name, stored)
         else:
-            writer.add_tensor(name, quantize(stored, kind), raw_dtype=kind)
+            writer.add_tensor(name, stored if stored.dtype == np.uint8 else quantize(stored, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _permuted(name: str, rows: Array) -> Array:
+def _permuted(name: str, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the rows of Q and K in llama.cpp's order, in which RoPE rotates neighbouring dimensions as a pair."""
     heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(name.split(".")[-2])
     if heads is None:

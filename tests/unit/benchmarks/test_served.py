@@ -102,14 +102,14 @@ def peers_with(**options: object) -> tuple[list[str], list[str]]:
     lists: dict[str, list[str]] = {"peer_env": [], "peer_option": [], "llama_option": []}
     args = argparse.Namespace(**{**defaults, **lists, "llama_model": None, **options})
     lines: list[str] = []
-    return [each.name for each in installed_peers(args, Path("folder"), [0], 2, say=lines.append)], lines
+    return [each.name for each in installed_peers(args, [0], 2, say=lines.append)], lines
 
 
 def test_a_peer_that_is_not_installed_is_left_out_with_its_script_named(program: Path, tmp_path: Path) -> None:
     names, lines = peers_with(peer_python=tmp_path / "missing")
     assert names == []
     assert ["setup_vllm_cpu.sh" in lines[0], "setup_llamacpp.sh" in lines[1], len(lines)] == [True, True, 2]
-    names, lines = peers_with(peer_python=program)
+    names, lines = peers_with(peer_python=program, peer_model=tmp_path)
     assert (names, len(lines)) == (["vllm"], 1)
     for line in lines:
         (script,) = (word for word in line.split() if word.endswith(".sh"))

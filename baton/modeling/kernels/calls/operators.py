@@ -27,7 +27,7 @@ from baton.modeling.kernels.calls.checks import (
     row_keys,
 )
 from baton.modeling.kernels.calls.library import Library
-from baton.modeling.kernels.calls.panels import BoundPanels
+from baton.modeling.kernels.calls.panels import PANEL, BoundPanels
 from baton.modeling.kernels.calls.sparse_operators import SparseOperators
 
 _FourNumbers = ctypes.c_int64 * 4
@@ -43,7 +43,8 @@ class Operators(SparseOperators):
         self.has_dots = libraries["linear"].says("has_dots")
         """True if the library uses the processor's instructions for dot products of bf16."""
         self.has_tiles = libraries["linear"].says("has_tiles")
-        self._linear = libraries["linear"].function("linear", "pnnpnnnpppdbbpnpst")
+        self._linear = libraries["linear"].function("linear", "pnnpnnnpppdbbppnpst")
+        self._dequantised_rows = libraries["linear"].function("dequantised_rows", "pnppnpst")
         self._turn_heads = layers.function("turn_heads", "pppnnnnnbt")
         self._append_kv = attention.function("append_kv", "pppnnnpppnn")
         self._decode_attention = attention.function("decode_attention", "pnnppnnnnpppnpppnnbst")
@@ -51,7 +52,7 @@ class Operators(SparseOperators):
         self._largest_tokens = sampling.function("largest_tokens", "pnnnpt")
         self._draw_tokens = sampling.function("draw_tokens", "pnnnpnppppppt")
         self._new_layers = layers.function("decode_layers_new", "nnnssp")
-        self._add_layer = layers.function("decode_layers_add", "ppnnnpppdbb")
+        self._add_layer = layers.function("decode_layers_add", "ppnnnpppdbbp")
         self._run_layers = layers.function("decode_layers_run", "pppppnpppnpppnnt")
         self._free_layers = layers.destructor("decode_layers_free")
 
@@ -73,10 +74,22 @@ class Operators(SparseOperators):
                 raise RuntimeError("residual must be bfloat16 rows like the result")
             residual = residual_TN.data_ptr()
         self._linear(
-            *(x_TK.data_ptr(), T, x_row, *weights.addresses, gain, eps, weights.gated, weights.is_int8),
+            *(x_TK.data_ptr(), T, x_row, *weights.addresses, gain, eps, weights.gated, weights.is_int8, weights.codes),
             *(residual, residual_row, y_TN.data_ptr(), weights.product, get_num_threads()),
         )
         return y_TN
+
+    def dequantised_rows(self, weights: BoundPanels, rows_T: Tensor) -> Tensor:
+        """Return rows `[T, K]` of stored weights in fp32, as they are multiplied. `rows_T` contains their places among
+        the outputs of the panels."""
+        rows = numbers(rows_T, torch.int64, T := rows_T.numel(), "rows must be int64, contiguous")
+        panels, num_panels, num_inputs, *_ = weights.addresses
+        assert num_panels is not None and weights.codes is not None
+        require(not T or 0 <= int(rows_T.min()) <= int(rows_T.max()) < num_panels * PANEL, "there are no such rows")
+        y_TK = torch.empty((T, weights.num_inputs))
+        arguments = panels, num_inputs, weights.codes, rows, T, y_TK.data_ptr(), weights.product, get_num_threads()
+        self._dequantised_rows(*arguments)
+        return y_TK
 
     def turn_heads(self, x_TKH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> None:
         """Rotate heads in place with the cosines and sines of RoPE. The sines must be negated in the first half of each
@@ -232,7 +245,8 @@ class DecodeLayers:
         decoder layer has four linear layers, in this order: QKV, output, gate and up, down."""
         require(weights.product == self._linears, "all linear layers multiply in one way")
         gain = optional(gain_K, torch.bfloat16, weights.num_inputs, "a gain must be [K] bfloat16, contiguous")
-        self._operators._add_layer(self._layers, *weights.addresses, gain, eps, weights.gated, weights.is_int8)
+        formats = weights.gated, weights.is_int8, weights.codes
+        self._operators._add_layer(self._layers, *weights.addresses, gain, eps, *formats)
         self._held.append((weights, gain_K))
 
     def run(

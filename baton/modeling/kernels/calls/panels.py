@@ -70,6 +70,9 @@ class BoundPanels:
     """Kernel arguments in this order: address of the panels (blocks of 32 outputs), number of panels, number of inputs,
     number of outputs, addresses of scales and bias."""
     is_int8: bool
+    codes: int | None = None
+    """Address of the description of stored codes (`baton.modeling.kernels.calls.codes`). None: the panels contain bf16
+    or int8 numbers."""
 
 
 def bind_panels(
@@ -92,13 +95,17 @@ def bind_panels(
     has_dtype = panels_PJL.dtype == torch.bfloat16 or (is_int8 and scales is not None)
     require(has_dtype, "weights are bfloat16, or int8 with scales")
     require(num_outputs <= P * PANEL // (2 if gated else 1), f"the weights have fewer outputs than {num_outputs}")
-    places = f"scales and bias must be {P * PANEL} of float32"
-    addresses = (
-        *(panels_PJL.data_ptr(), P, num_inputs, num_outputs),
-        *(optional(each, torch.float32, P * PANEL, places) for each in (scales, bias)),
-    )
+    checked = checked_places(scales, P), checked_places(bias, P)
+    addresses = (panels_PJL.data_ptr(), P, num_inputs, num_outputs, *checked)
     tensors = panels_PJL, scales, bias
     return BoundPanels(tensors, *sizes, gated, product.encode(), addresses, is_int8)
+
+
+def checked_places(values: Tensor | None, num_panels: int) -> int | None:
+    """Return the address of scales or of a bias. Raises RuntimeError unless they have one number in fp32 for each
+    output of the panels (blocks of 32 outputs). None if `values` is None."""
+    count = num_panels * PANEL
+    return optional(values, torch.float32, count, f"scales and bias must be {count} of float32")
 
 
 def depth(product: str, num_inputs: int) -> int:

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #ifdef __AVX2__
@@ -68,10 +69,10 @@ inline Floats larger(Floats a, Floats b) {
 #endif
 }
 
-// Calls run(0), run(1), ...: a loop that is sure to be unrolled.
+// Calls run(0), run(1), ... with constants: a loop that is sure to be unrolled.
 template <class Run, int... I>
 inline void unrolled(std::integer_sequence<int, I...>, Run run) {
-  (run(I), ...);
+  (run(std::integral_constant<int, I>()), ...);
 }
 
 // Returns the numbers of the lanes: 0, 1, ...
@@ -117,6 +118,16 @@ inline void store_floats(uint16_t* to, Floats values) {
 #endif
 }
 inline void store_floats(float* to, Floats values) { store(to, values); }
+
+// Rounds twice kLanes numbers.
+inline void store_both(uint16_t* to, Floats first, Floats second) {
+#ifdef __AVX512BF16__
+  store(to, _mm512_cvtne2ps_pbh(second, first));
+#else
+  store_floats(to, first);
+  store_floats(to + kLanes, second);
+#endif
+}
 
 template <int D, int... L>
 inline Floats rotated(Floats a, std::integer_sequence<int, L...>) {

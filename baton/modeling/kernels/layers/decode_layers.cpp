@@ -29,8 +29,6 @@
 
 namespace {
 
-constexpr int64_t kMostTokens = 288;  // of a step: 32 sequences with a token and eight drafts each
-
 // Blocks in which a step's rows are multiplied by a linear layer, and the bytes that they take packed.
 struct Packing {
   std::vector<Block> blocks;
@@ -204,7 +202,7 @@ class DecodeLayers {
   // Adds the next linear layer: of each layer its parts in turn. What the weights point to must outlive this object.
   void add(const Weights& weights) {
     Linear linear{of_weights(weights, linears_), nullptr, nullptr};
-    with_way(weights.is_int8, linears_, [&](auto way) {
+    with_way(weights, linears_, [&](auto way) {
       linear.packing = packing<decltype(way)>;
       linear.run = run_panels<decltype(way)>;
     });
@@ -221,7 +219,7 @@ class DecodeLayers {
   void run(int64_t T, Rows rows, const RowKeys& keys, int num_threads) const {
     const int64_t L = int64_t(layers_.size());
     check(L > 0 && added_.empty(), "layers are not complete");
-    check(T > 0 && T <= kMostTokens, "not for ", T, " rows: at most ", kMostTokens);
+    check(T > 0 && T <= kMostFewRows, "not for ", T, " rows: at most ", kMostFewRows);
     AttentionProblem problem = heads_;
     problem.addresses = rows.addresses, problem.B = T;
     problem = with_keys(problem, keys, L);
@@ -264,9 +262,9 @@ BATON_ENTRY void baton_decode_layers_free(void* layers) { delete static_cast<Dec
 // The arguments are those of Weights.
 BATON_ENTRY const char* baton_decode_layers_add(void* layers, const void* panels, int64_t P, int64_t K, int64_t N,
                                                 const float* scales, const float* bias, const void* gain, double eps,
-                                                bool gated, bool is_int8) {
+                                                bool gated, bool is_int8, const Codes* codes) {
   return guarded([&] {
-    static_cast<DecodeLayers*>(layers)->add({panels, P, K, N, scales, bias, gain, eps, gated, is_int8});
+    static_cast<DecodeLayers*>(layers)->add({panels, P, K, N, scales, bias, gain, eps, gated, is_int8, codes});
   });
 }
 

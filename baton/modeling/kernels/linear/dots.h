@@ -44,16 +44,16 @@ void pack_pairs(const LinearProblem& p, Block block, uint32_t* to) {
   }
 }
 
-// Multiplies a block's R rows by one panel, and stores them to their place in y.
+// Multiplies a block's R rows by a strip of a panel. After the last strip, stores them to their place in y.
 template <class Weights, int R>
-void multiply_pairs(const LinearProblem& p, int64_t first, const uint32_t* x, int64_t panel, Ahead ahead) {
-  const uint8_t* weights = p.panels + panel * p.panel_bytes;
+void multiply_pairs(const LinearProblem& p, int64_t first, const uint32_t* x, int64_t panel, Strip strip) {
   for (int part = 0; part < kHalf / kLanes; ++part) {
     Floats low[R] = {}, high[R] = {};
-    for (int64_t k = 0; k < p.depth; k += 2) {
-      __builtin_prefetch(ahead.from + k * ahead.step, 0, 2);
-      __builtin_prefetch(ahead.from + (k + 1) * ahead.step, 0, 2);
-      const uint8_t* pair = weights + k * Weights::kBytes;
+    take_sums<R>(strip, part, low, high);
+    for (int64_t k = strip.begin; k < strip.end; k += 2) {
+      __builtin_prefetch(strip.ahead.from + k * strip.ahead.step, 0, 2);
+      __builtin_prefetch(strip.ahead.from + (k + 1) * strip.ahead.step, 0, 2);
+      const uint8_t* pair = strip.weights + (k - strip.begin) * Weights::kBytes;
       const Words below = pair_words(Weights(), pair, part * kLanes);
       const Words above = pair_words(Weights(), pair, part * kLanes + kHalf);
       for (int r = 0; r < R; ++r) {
@@ -62,11 +62,11 @@ void multiply_pairs(const LinearProblem& p, int64_t first, const uint32_t* x, in
         high[r] = add_pairs(high[r], above, each);
       }
     }
-    finish<R>(p, first, panel, part, low, high);
+    give_sums<R>(p, strip, first, panel, part, low, high);
   }
 }
 
-using MultiplyPairs = void (*)(const LinearProblem&, int64_t, const uint32_t*, int64_t, Ahead);
+using MultiplyPairs = void (*)(const LinearProblem&, int64_t, const uint32_t*, int64_t, Strip);
 
 // Returns the functions for blocks of 1, 2, ... rows.
 template <class Weights, int... R>
@@ -85,10 +85,10 @@ struct InPairs {
   static int64_t depth(int64_t K) { return (K + kTileInputs - 1) / kTileInputs * kTileInputs; }
   static int64_t size(int64_t rows, int64_t K) { return rows * depth(K) / 2 + kLanes; }
   static void pack(const LinearProblem& p, Block block, uint32_t* to) { pack_pairs(p, block, to); }
-  static void multiply(const LinearProblem& p, Block block, const uint32_t* x, int64_t panel, Ahead ahead) {
+  static void multiply(const LinearProblem& p, Block block, const uint32_t* x, int64_t panel, Strip strip) {
     static const MultiplyPairs* by_rows =
         multiplies_of_pairs<Weights>(std::make_integer_sequence<int, kVectorRows>()) - 1;
-    by_rows[block.rows](p, block.first, x, panel, ahead);
+    by_rows[block.rows](p, block.first, x, panel, strip);
   }
 };
 

@@ -1,8 +1,8 @@
 // Linear layers, fused with the norm before them and the gate or residual behind them:
 //   y = x' W^T + b,  x' = x or RMSNorm(x);  then y, residual + y, or silu(gate) * up of y's two halves.
 //
-// Weights are bf16, or int8 with a scale for each output. They are multiplied in one of three ways: widened to fp32 in
-// registers, so that from a few rows on the products run at the rate of fp32 FMAs; in pairs of bf16 by the processor's
+// Weights are bf16, or int8 with a scale for each output, or codes that are dequantised to bf16 just before (codes.h).
+// They are multiplied in one of three ways: widened to fp32 in registers, so that from a few rows on the products run at the rate of fp32 FMAs; in pairs of bf16 by the processor's
 // dot product, up to twice as fast (dots.h); or in tiles of bf16 where the processor has AMX (tiles.h), several times as
 // fast. With fewer rows all run at the rate at which memory gives the weights. Sums are fp32, in the order of k whatever
 // the batch, and a way is never mixed with another: a row's result depends on no other row.
@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -32,8 +33,8 @@ constexpr int64_t kGroupBytes = 512 * 1024;  // bytes of panels that stay in the
 
 // Returns how many panels a thread multiplies many rows by before it takes the next ones: as many as stay in the cache, at
 // least three times a thread where there are enough, and so many that all threads end at about the same time.
-int64_t panels_of_a_group(const LinearProblem& p, int64_t num_threads) {
-  const int64_t in_cache = std::max<int64_t>(1, kGroupBytes / p.panel_bytes);
+int64_t panels_of_a_group(const LinearProblem& p, int64_t panel_bytes, int64_t num_threads) {
+  const int64_t in_cache = std::max<int64_t>(1, kGroupBytes / panel_bytes);
   const auto longest = [&](int64_t each) {
     const int64_t num_groups = (p.P + each - 1) / each;
     return (num_groups + num_threads - 1) / num_threads * each;
@@ -56,18 +57,31 @@ void run_few(const LinearProblem& p, const std::vector<Block>& blocks, const typ
 }
 
 // Multiplies many rows. A task is a group of panels, which stays in the second-level cache while the rows of a part pass.
+// Codes are dequantised there first.
 template <class Way>
 void run_many(const LinearProblem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed,
               int num_threads) {
-  const int64_t per_group = panels_of_a_group(p, num_threads), num_blocks = int64_t(blocks.size());
+  const int64_t panel_bytes = p.depth * Way::kInputBytes, num_blocks = int64_t(blocks.size());
+  const int64_t per_group = panels_of_a_group(p, panel_bytes, num_threads);
   const int64_t num_groups = (p.P + per_group - 1) / per_group;
   const int64_t num_parts = (num_blocks * Way::kMostRows + kTaskRows - 1) / kTaskRows;
-  share_each(num_groups * num_parts, num_threads, [&](int64_t task) {
+  share(num_groups * num_parts, num_threads, [&](Pieces& tasks) {
     [[maybe_unused]] typename Way::Scope scope;
-    const int64_t group = task / num_parts, part = task % num_parts, last = std::min(p.P, (group + 1) * per_group);
-    for (int64_t i = num_blocks * part / num_parts; i < num_blocks * (part + 1) / num_parts; ++i) {
-      for (int64_t panel = group * per_group; panel < last; ++panel) {
-        Way::multiply(p, blocks[i], packed + blocks[i].place, panel, {p.panels + panel * p.panel_bytes, 0});
+    const std::unique_ptr<Floats[]> room(p.dequantise ? new Floats[per_group * panel_bytes / sizeof(Floats)] : nullptr);
+    auto* dequantised = reinterpret_cast<uint8_t*>(room.get());
+    for (int64_t task = tasks.take(); task >= 0; task = tasks.take()) {
+      const int64_t group = task / num_parts, part = task % num_parts;
+      const int64_t first = group * per_group, last = std::min(p.P, first + per_group);
+      const uint8_t* weights = dequantised ? dequantised : p.panels + first * panel_bytes;
+      for (int64_t panel = first; dequantised && panel < last; ++panel) {
+        p.dequantise(p.codes, p.panels + panel * p.panel_bytes, panel, 0, p.depth, 0,
+                     dequantised + (panel - first) * panel_bytes);
+      }
+      for (int64_t i = num_blocks * part / num_parts; i < num_blocks * (part + 1) / num_parts; ++i) {
+        for (int64_t panel = first; panel < last; ++panel) {
+          const Strip whole{weights + (panel - first) * panel_bytes, 0, p.depth, nullptr, {weights, 0}};
+          Way::multiply(p, blocks[i], packed + blocks[i].place, panel, whole);
+        }
       }
     }
   });
@@ -98,13 +112,38 @@ void run(const LinearProblem& p, int num_threads) {
 // apart. The other arguments are those of Weights.
 BATON_ENTRY const char* baton_linear(const void* x, int64_t M, int64_t x_row, const void* panels, int64_t P, int64_t K,
                                      int64_t N, const float* scales, const float* bias, const void* gain, double eps,
-                                     bool gated, bool is_int8, const void* residual, int64_t residual_row, void* y,
-                                     const char* product, int num_threads) {
+                                     bool gated, bool is_int8, const Codes* codes, const void* residual,
+                                     int64_t residual_row, void* y, const char* product, int num_threads) {
   return guarded([&] {
-    LinearProblem p = of_weights({panels, P, K, N, scales, bias, gain, eps, gated, is_int8}, product);
+    const Weights weights{panels, P, K, N, scales, bias, gain, eps, gated, is_int8, codes};
+    LinearProblem p = of_weights(weights, product);
     p.x = static_cast<const uint16_t*>(x), p.M = M, p.x_row = x_row;
     p.residual = static_cast<const uint16_t*>(residual), p.residual_row = residual_row;
     p.y = static_cast<uint16_t*>(y);
-    with_way(is_int8, product, [&](auto way) { run<decltype(way)>(p, num_threads); });
+    with_way(weights, product, [&](auto way) { run<decltype(way)>(p, num_threads); });
+  });
+}
+
+// Writes the weights `rows` [T] of the outputs, dequantised, to y [T][K] of fp32. A row is its place among the panels'.
+BATON_ENTRY const char* baton_dequantised_rows(const void* panels, int64_t K, const Codes* codes, const int64_t* rows,
+                                               int64_t T, float* y, const char* product, int num_threads) {
+  return guarded([&] {
+    const Dequantise dequantise = dequantiser(*codes, product);
+    const int64_t panel_bytes = K / kUnit * codes->unit_bytes();
+    const bool is_wide = std::string_view(product) == "widened";
+    share_each(T, num_threads, [&](int64_t t) {
+      alignas(64) uint32_t weights[kStripInputs * kOutputs];  // of fp32, or half of it of bf16
+      const int64_t panel = rows[t] / kOutputs, output = rows[t] % kOutputs;
+      float* to = y + t * K;
+      for (int64_t begin = 0; begin < K; begin += kStripInputs) {
+        const int64_t end = std::min(K, begin + kStripInputs);
+        dequantise(*codes, static_cast<const uint8_t*>(panels) + panel * panel_bytes, panel, begin, end, 0, weights);
+        for (int64_t k = 0; k < end - begin; ++k) {
+          const uint32_t pair = weights[k / 2 * kOutputs + output];
+          const uint32_t word = is_wide ? weights[k * kOutputs + output] : k % 2 ? pair & 0xffff0000 : pair << 16;
+          std::memcpy(to++, &word, sizeof(word));
+        }
+      }
+    });
   });
 }

@@ -12,6 +12,7 @@
 
 #include "common/simd.h"
 #include "common/tiles.h"
+#include "linear/codes.h"
 
 namespace {
 
@@ -20,9 +21,12 @@ constexpr int kTileInputs = 32;  // the inputs of a panel for tiles and pairs ar
 // Rows whose sums are held in registers, two registers each; at most kLanes.
 constexpr int kVectorRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
 
+using Dequantise = void (*)(const Codes&, const uint8_t* panel_codes, int64_t panel, int64_t begin, int64_t end,
+                            int64_t ahead, void* to);
+
 struct LinearProblem {
   const uint16_t* x;
-  const uint8_t* panels;     // [P][K][32] bf16 or int8
+  const uint8_t* panels;     // [P][K][32] bf16 or int8, or codes
   const float* scales;       // [P][32] of int8, or null
   const float* bias;         // [P][32], or null
   const uint16_t* gain;      // [K] of the norm, or null
@@ -32,7 +36,9 @@ struct LinearProblem {
   float eps;
   bool gated;
   int64_t depth = 0;        // inputs of a panel: K, filled up to a whole number of tiles where tiles multiply
-  int64_t panel_bytes = 0;  // bytes of these inputs' weights
+  int64_t panel_bytes = 0;  // bytes of these inputs' weights, as they are stored
+  Codes codes{};            // of weights that are dequantised first
+  Dequantise dequantise = nullptr;
 };
 
 // How weights of one input become floats: kLanes of a panel's first half, and of its second.
@@ -50,6 +56,15 @@ struct Int8 {
   static void widen(const uint8_t* from, int part, Floats& first, Floats& second) {
     first = load_floats((const int8_t*)from + kLanes * part);
     second = load_floats((const int8_t*)from + kHalf + kLanes * part);
+  }
+};
+
+// What codes are dequantised to where bf16 would be widened.
+struct Fp32 {
+  static constexpr int kBytes = 8 * kHalf;
+  static void widen(const uint8_t* from, int part, Floats& first, Floats& second) {
+    first = load<Floats>(from + 4 * kLanes * part);
+    second = load<Floats>(from + 4 * (kHalf + kLanes * part));
   }
 };
 
@@ -139,27 +154,54 @@ struct Ahead {
   int64_t step;
 };
 
-// Multiplies a block's R rows by one panel, and stores them to their place in y.
+// A panel's inputs [begin, end), which a block of rows is multiplied by.
+struct Strip {
+  const uint8_t* weights;  // of these inputs
+  int64_t begin, end;
+  float* sums;             // [rows][32], of the inputs before; and then of these, unless they are the panel's last
+  Ahead ahead;
+};
+
+template <int R>
+void take_sums(const Strip& strip, int part, Floats (&low)[R], Floats (&high)[R]) {
+  for (int r = 0; r < R && strip.begin > 0; ++r) {
+    low[r] = load<Floats>(strip.sums + r * kOutputs + part * kLanes);
+    high[r] = load<Floats>(strip.sums + r * kOutputs + kHalf + part * kLanes);
+  }
+}
+
+// Keeps the sums for the next strip, or finishes them after the last.
+template <int R>
+void give_sums(const LinearProblem& p, const Strip& strip, int64_t first, int64_t panel, int part, Floats (&low)[R],
+               Floats (&high)[R]) {
+  if (strip.end == p.depth) return finish<R>(p, first, panel, part, low, high);
+  for (int r = 0; r < R; ++r) {
+    store(strip.sums + r * kOutputs + part * kLanes, low[r]);
+    store(strip.sums + r * kOutputs + kHalf + part * kLanes, high[r]);
+  }
+}
+
+// Multiplies a block's R rows by a strip of a panel. After the last strip, stores them to their place in y.
 template <class Weights, int R>
-void multiply_floats(const LinearProblem& p, int64_t first, const float* x, int64_t panel, Ahead ahead) {
-  const uint8_t* weights = p.panels + panel * p.panel_bytes;
+void multiply_floats(const LinearProblem& p, int64_t first, const float* x, int64_t panel, Strip strip) {
   for (int part = 0; part < kHalf / kLanes; ++part) {
     Floats low[R] = {}, high[R] = {};
-    for (int64_t k = 0; k < p.K; ++k) {
-      __builtin_prefetch(ahead.from + k * ahead.step, 0, 2);
+    take_sums<R>(strip, part, low, high);
+    for (int64_t k = strip.begin; k < strip.end; ++k) {
+      __builtin_prefetch(strip.ahead.from + k * strip.ahead.step, 0, 2);
       Floats below, above;
-      Weights::widen(weights + k * Weights::kBytes, part, below, above);
+      Weights::widen(strip.weights + (k - strip.begin) * Weights::kBytes, part, below, above);
       for (int r = 0; r < R; ++r) {
         const auto each = (Floats)in_register((Words)splat(x[k * R + r]));
         low[r] += below * each;
         high[r] += above * each;
       }
     }
-    finish<R>(p, first, panel, part, low, high);
+    give_sums<R>(p, strip, first, panel, part, low, high);
   }
 }
 
-using MultiplyFloats = void (*)(const LinearProblem&, int64_t, const float*, int64_t, Ahead);
+using MultiplyFloats = void (*)(const LinearProblem&, int64_t, const float*, int64_t, Strip);
 
 // Returns the functions for blocks of 1, 2, ... rows.
 template <class Weights, int... R>
@@ -169,12 +211,12 @@ const MultiplyFloats* multiplies(std::integer_sequence<int, R...>) {
 }
 
 // A way to multiply has
-//   kInputBytes     bytes of one input of a panel;
+//   kInputBytes     bytes of one input of a panel, dequantised;
 //   Packed          type in which activations are packed;
 //   kMostRows       most rows of a block;
 //   depth           inputs of a panel;
 //   size            numbers that a block's packed activations take;
-//   pack, multiply  pack a block's activations; multiply a block by a panel;
+//   pack, multiply  pack a block's activations; multiply a block by a strip of a panel;
 //   Scope           object that a thread must hold while it multiplies.
 template <class Weights>
 struct Widened {
@@ -185,9 +227,9 @@ struct Widened {
   static int64_t depth(int64_t K) { return K; }
   static int64_t size(int64_t rows, int64_t K) { return rows * K + kLanes; }
   static void pack(const LinearProblem& p, Block block, float* to) { pack_floats(p, block, to); }
-  static void multiply(const LinearProblem& p, Block block, const float* x, int64_t panel, Ahead ahead) {
+  static void multiply(const LinearProblem& p, Block block, const float* x, int64_t panel, Strip strip) {
     static const MultiplyFloats* by_rows = multiplies<Weights>(std::make_integer_sequence<int, kVectorRows>()) - 1;
-    by_rows[block.rows](p, block.first, x, panel, ahead);
+    by_rows[block.rows](p, block.first, x, panel, strip);
   }
 };
 
@@ -230,21 +272,19 @@ struct InTiles {
     }
   }
 
-  static void multiply(const LinearProblem& p, Block block, const uint16_t* x, int64_t panel, Ahead ahead) {
-    const uint8_t* weights = p.panels + panel * p.panel_bytes;
+  static void multiply(const LinearProblem& p, Block block, const uint16_t* x, int64_t panel, Strip strip) {
+    x += strip.begin / kTileDepth * kNumbers;
     const uint16_t* below = x + kTileHeight * p.depth;  // rows from number 16 on
     const bool is_tall = block.rows > kTileHeight;
     alignas(64) uint16_t pairs[2 * kNumbers];
-    alignas(64) float sums[kMostRows][2 * kHalf];
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t k = 0; k < p.depth; k += kTileDepth, x += kNumbers, below += kNumbers) {
-      for (int64_t at = k * ahead.step; at < (k + kTileDepth) * ahead.step; at += 64) {
-        __builtin_prefetch(ahead.from + at, 0, 2);
+    alignas(64) float own_sums[kMostRows][kOutputs];
+    float* sums = strip.begin > 0 || strip.end < p.depth ? strip.sums : own_sums[0];
+    take_tiles(strip.begin == 0, sums, is_tall);
+    for (int64_t k = strip.begin; k < strip.end; k += kTileDepth, x += kNumbers, below += kNumbers) {
+      for (int64_t at = k * strip.ahead.step; at < (k + kTileDepth) * strip.ahead.step; at += 64) {
+        __builtin_prefetch(strip.ahead.from + at, 0, 2);
       }
-      const uint16_t* both = as_pairs(Weights(), weights + k * Weights::kBytes, pairs);
+      const uint16_t* both = as_pairs(Weights(), strip.weights + (k - strip.begin) * Weights::kBytes, pairs);
       settle_memory();  // weights are streamed: only activations shall stay in the first-level cache
       _tile_loadd(4, x, 2 * kTileDepth);
       _tile_stream_loadd(6, both, 4 * kTileDepth);
@@ -256,20 +296,45 @@ struct InTiles {
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, sums[0], sizeof(sums[0]));
-    _tile_stored(1, sums[0] + kHalf, sizeof(sums[0]));
-    _tile_stored(2, sums[kTileHeight], sizeof(sums[0]));
-    _tile_stored(3, sums[kTileHeight] + kHalf, sizeof(sums[0]));
+    _tile_stored(0, sums, kSumsBytes);
+    _tile_stored(1, sums + kHalf, kSumsBytes);
+    if (is_tall) {
+      _tile_stored(2, sums + kTileHeight * kOutputs, kSumsBytes);
+      _tile_stored(3, sums + kTileHeight * kOutputs + kHalf, kSumsBytes);
+    }
     settle_memory();
+    if (strip.end < p.depth) return;
     for (int r = 0; r < block.rows; ++r) {
-      Floats low[] = {load<Floats>(sums[r])}, high[] = {load<Floats>(sums[r] + kHalf)};
+      Floats low[] = {load<Floats>(sums + r * kOutputs)}, high[] = {load<Floats>(sums + r * kOutputs + kHalf)};
       finish<1>(p, block.first + r, panel, 0, low, high);
     }
+  }
+
+ private:
+  static constexpr int kSumsBytes = 4 * kOutputs;
+
+  // Sets the tiles of sums: to 0, or to the sums of the strips before.
+  static void take_tiles(bool is_first, const float* sums, bool is_tall) {
+    if (is_first) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      return;
+    }
+    settle_memory();
+    _tile_loadd(0, sums, kSumsBytes);
+    _tile_loadd(1, sums + kHalf, kSumsBytes);
+    if (!is_tall) return;
+    _tile_loadd(2, sums + kTileHeight * kOutputs, kSumsBytes);
+    _tile_loadd(3, sums + kTileHeight * kOutputs + kHalf, kSumsBytes);
   }
 };
 #endif
 
-constexpr int64_t kFewRows = 48;  // rows packed by one thread, because waking others would take longer
+constexpr int64_t kFewRows = 48;        // rows packed by one thread, because waking others would take longer
+constexpr int64_t kMostFewRows = 288;   // of a generation step: 32 sequences with a token and eight drafts each
+constexpr int64_t kStripInputs = 256;   // dequantised at a time for few rows: they stay in the first-level cache
 
 // Divides rows into blocks of nearly equal height.
 template <class Way>
@@ -285,18 +350,40 @@ std::vector<Block> divide(int64_t begin, int64_t end, int64_t K) {
   return blocks;
 }
 
+// Multiplies few rows by the panels [first, last), whose codes are dequantised strip by strip.
+template <class Way>
+void multiply_few_codes(const LinearProblem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed,
+                        int64_t first, int64_t last) {
+  alignas(64) uint8_t weights[kStripInputs * Way::kInputBytes];
+  alignas(64) float sums[(kMostFewRows + Way::kMostRows) * kOutputs];
+  for (int64_t panel = first; panel < last; ++panel) {
+    const uint8_t* codes = p.panels + panel * p.panel_bytes;
+    const int64_t ahead = panel + 1 < last ? p.panel_bytes : 0;
+    for (int64_t begin = 0; begin < p.depth; begin += kStripInputs) {
+      const int64_t end = std::min(p.depth, begin + kStripInputs);
+      p.dequantise(p.codes, codes, panel, begin, end, ahead, weights);
+      for (int64_t i = 0; i < int64_t(blocks.size()); ++i) {
+        const Strip strip{weights, begin, end, sums + i * Way::kMostRows * kOutputs, {weights, 0}};
+        Way::multiply(p, blocks[i], packed + blocks[i].place, panel, strip);
+      }
+    }
+  }
+}
+
 // Multiplies few rows by the panels [first, last). Each panel comes from memory for these rows alone; the blocks that
 // it meets share the fetching of the next panel.
 template <class Way>
 void multiply_few(const LinearProblem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed,
                   int64_t first, int64_t last) {
   [[maybe_unused]] typename Way::Scope scope;
+  if (p.dequantise) return multiply_few_codes<Way>(p, blocks, packed, first, last);
   const int64_t num_blocks = int64_t(blocks.size()), input_bytes = Way::kInputBytes;
   for (int64_t panel = first; panel < last; ++panel) {
     const uint8_t* next = p.panels + std::min(panel + 1, last - 1) * p.panel_bytes;
     for (int64_t i = 0; i < num_blocks; ++i) {
       const Ahead ahead{next + p.depth / num_blocks * i * input_bytes, input_bytes / num_blocks};
-      Way::multiply(p, blocks[i], packed + blocks[i].place, panel, ahead);
+      const Strip whole{p.panels + panel * p.panel_bytes, 0, p.depth, nullptr, ahead};
+      Way::multiply(p, blocks[i], packed + blocks[i].place, panel, whole);
     }
   }
 }

@@ -11,27 +11,42 @@
 
 namespace {
 
-// Calls `run` with the way to multiply such weights that has this name in baton/modeling/kernels/products.py.
-template <class Run>
-void with_way(bool is_int8, std::string_view product, Run run) {
-#ifdef __AMX_BF16__
-  if (product == "tiles") return is_int8 ? run(InTiles<Int8>()) : run(InTiles<Bf16>());
-#endif
-  if (product == "dot") return is_int8 ? run(InPairs<Int8>()) : run(InPairs<Bf16>());
-  check(product == "widened", "this kernel does not multiply as ", product);
-  is_int8 ? run(Widened<Int8>()) : run(Widened<Bf16>());
-}
-
 // Weights as entry points take them. P panels, K inputs, N outputs.
 struct Weights {
-  const void* panels;  // [P][J][32] of bf16 or int8, J as `depth` of the way to multiply says
+  const void* panels;  // [P][J][32] of bf16 or int8, J as `depth` of the way to multiply says; or codes
   int64_t P, K, N;
   const float* scales;  // [P][32] of int8, or null
   const float* bias;    // [P][32], or null
   const void* gain;     // [K] of the norm, bf16, or null
   double eps;
   bool gated, is_int8;
+  const Codes* codes;  // of panels that hold codes, or null
 };
+
+// Calls `run` with the way to multiply such weights that has this name in baton/modeling/kernels/products.py.
+template <class Run>
+void with_way(const Weights& weights, std::string_view product, Run run) {
+#ifdef __AMX_BF16__
+  if (product == "tiles") return weights.is_int8 ? run(InTiles<Int8>()) : run(InTiles<Bf16>());
+#endif
+  if (product == "dot") return weights.is_int8 ? run(InPairs<Int8>()) : run(InPairs<Bf16>());
+  check(product == "widened", "this kernel does not multiply as ", product);
+  if (weights.codes) return run(Widened<Fp32>());
+  weights.is_int8 ? run(Widened<Int8>()) : run(Widened<Bf16>());
+}
+
+// Returns the function that dequantises codes to the order in which this way multiplies them.
+inline Dequantise dequantiser(const Codes& codes, std::string_view product) {
+  const auto of = [&](auto lanes) -> Dequantise {
+    if (codes.bits == 4) return dequantise<4, lanes>;
+    if (codes.bits == 6) return dequantise<6, lanes>;
+    check(codes.bits == 8, "there are no codes of ", codes.bits, " bits");
+    return dequantise<8, lanes>;
+  };
+  constexpr std::integral_constant<int, kOutputs> outputs;
+  constexpr std::integral_constant<int, 2 * kOutputs> pairs;
+  return product == "widened" ? of(outputs) : of(pairs);
+}
 
 // Returns the problem without rows. What the weights point to must outlive it.
 inline LinearProblem of_weights(const Weights& weights, std::string_view product) {
@@ -42,10 +57,16 @@ inline LinearProblem of_weights(const Weights& weights, std::string_view product
   p.N = weights.N, p.K = weights.K, p.P = weights.P;
   p.eps = float(weights.eps);
   p.gated = weights.gated;
-  with_way(weights.is_int8, product, [&](auto way) {
+  with_way(weights, product, [&](auto way) {
     p.depth = way.depth(p.K);
     p.panel_bytes = p.depth * way.kInputBytes;
   });
+  if (weights.codes) {
+    check(p.K % kUnit == 0, p.K, " inputs are not whole units of ", kUnit);
+    p.codes = *weights.codes;
+    p.dequantise = dequantiser(p.codes, product);
+    p.panel_bytes = p.depth / kUnit * p.codes.unit_bytes();
+  }
   return p;
 }
 

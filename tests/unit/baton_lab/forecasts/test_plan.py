@@ -96,10 +96,10 @@ def test_here_measures_with_the_model_s_shape(
     asked = list[object]()
 
     def measure(
-        shape: ModelShape, dtype: str, num_threads: int, memory_bytes: float, *, quantization: str
+        shape: ModelShape, dtype: str, num_threads: int, memory_bytes: float, *, weights: str
     ) -> probe.MeasuredRates:
         assert memory_bytes > 0
-        asked.append((shape.hidden, shape.dtype_bytes, dtype, num_threads, quantization))
+        asked.append((shape.hidden, shape.dtype_bytes, dtype, num_threads, weights))
         return probe.MeasuredRates(MACHINE, spread)
 
     monkeypatch.setattr(probe, "measure", measure)

@@ -45,9 +45,9 @@ def test_options_are_fields_over_the_files_and_assignments_win(asked: list[Clust
 
 
 def test_colocated_has_no_ranks(asked: list[ClusterConfig]) -> None:
-    assert main(["local", "--colocated", "--quantization", "int8", "a prompt"]) == 0
+    assert main(["local", "--colocated", "--weights", "int8", "a prompt"]) == 0
     assert asked[0].group_sizes == {"generate-0": 1}
-    assert asked[0].model.quantization == "int8"
+    assert asked[0].model.weights == "int8"
 
 
 @pytest.mark.parametrize(

@@ -256,9 +256,9 @@ def test_this_machine_can_be_inspected() -> None:
     assert machine.available_bytes > 0
 
 
-@pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "int8")])
+@pytest.mark.parametrize(("dtype", "weights"), [("float32", "stored"), ("bfloat16", "int8")])
 def test_rates_are_those_of_the_configured_model_and_threads(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str, quantization: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str, weights: str
 ) -> None:
     for name in ("_READ_BYTES", "_OUT_OF_CACHE_BYTES", "_KV_BYTES"):
         monkeypatch.setattr(f"deploy.machine.probe.{name}", 2**18)
@@ -269,11 +269,11 @@ def test_rates_are_those_of_the_configured_model_and_threads(
         return measure(shape, *args, **options)
 
     monkeypatch.setattr("deploy.machine.probe.measure", recorded)
-    values = ["generate.num_threads=1", f"model.dtype={dtype}", f"model.quantization={quantization}"]
+    values = ["generate.num_threads=1", f"model.dtype={dtype}", f"model.weights={weights}"]
     folder = write_letter_model(tmp_path)
     finding = measure_rates(plan_of(folder, load_config(None, values)), MACHINE)
     shape = ResolvedModel(folder).shape(dtype)
-    assert asked == [(shape, dtype, 1, MACHINE.available_bytes, {"quantization": quantization})]
+    assert asked == [(shape, dtype, 1, MACHINE.available_bytes, {"weights": weights})]
     doubt = "this machine is busy" in finding.text or "at least" in finding.text
     assert finding.verdict is (Verdict.WARNING if doubt else Verdict.OK)
     assert re.match(r"reads \S+ GB/s, computes \S+ TFLOP/s, attends to \S+ GB/s.* \(1 thread\)", finding.text)

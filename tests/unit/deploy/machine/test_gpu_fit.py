@@ -143,7 +143,7 @@ def test_who_asks_for_the_cpu_gets_it_arranged(model: ResolvedModel, sections: d
 @pytest.mark.parametrize(
     ("sections", "named"),
     [
-        ({"model": {"quantization": "int8"}}, "model.quantization = int8 needs a CPU: set it to none"),
+        ({"model": {"weights": "int8"}}, "model.weights = int8 needs a CPU: set it to stored"),
         ({"generate": {"residency": "int4"}}, "generate.residency = int4 needs a CPU: set it to device"),
         ({"generate": {"speculation": "infinigen"}}, "generate.speculation = infinigen needs a CPU: set it to auto"),
     ],

@@ -31,7 +31,7 @@ def test_costs_follow_from_the_shape(model: ResolvedModel) -> None:
 def test_int8_weights_are_taken_to_be_read_as_such(model: ResolvedModel) -> None:
     plain, int8 = (cpu_costs(model, "bfloat16", 1, each) for each in ("none", "int8"))
     assert int8.step.step_s == pytest.approx(plain.step.step_s / 2)
-    config = WrittenConfig({"model": {"quantization": "int8"}}).local.config
+    config = WrittenConfig({"model": {"weights": "int8"}}).local.config
     assert served_planner(ClusterPlan(config, model)).nominal.bytes_per_weight == 1
 
 

@@ -118,7 +118,7 @@ def test_weights_are_converted_on_load(stored: torch.dtype, dtype: str, tmp_path
 def test_weights_rounded_to_int8_are_another_model_close_to_the_first(tmp_path: Path) -> None:
     folder = write(tmp_path, tensors())
     plain = load_decoder(folder, dtype="bfloat16").weights
-    rounded = load_decoder(folder, dtype="bfloat16", quantization="int8").weights
+    rounded = load_decoder(folder, dtype="bfloat16", weights="int8").weights
     assert rounded.fingerprint != plain.fingerprint
     assert rounded.dtype == torch.bfloat16
     for mine, loaded in ((rounded.head, plain.head), (rounded.layers[1].qkv, plain.layers[1].qkv)):
@@ -127,9 +127,9 @@ def test_weights_rounded_to_int8_are_another_model_close_to_the_first(tmp_path: 
         assert ((mine.weight().float() - weight_NK).abs() <= 0.501 * step_N1).all()
 
 
-def test_unknown_quantization_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="quantization 'int4' is not supported; choose one of none, int8"):
-        load_decoder(write(tmp_path, tensors()), quantization="int4")
+def test_unknown_form_of_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="weights 'int4' is not supported; choose one of stored, bfloat16, int8"):
+        load_decoder(write(tmp_path, tensors()), weights="int4")
 
 
 def test_loaded_weights_do_not_depend_on_the_file_any_more(tmp_path: Path) -> None:

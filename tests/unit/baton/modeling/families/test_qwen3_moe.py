@@ -120,7 +120,7 @@ def test_a_step_reads_the_experts_that_it_touches(tmp_path: Path) -> None:
 @torch.inference_mode()
 def test_experts_may_be_rounded_to_int8(tmp_path: Path) -> None:
     exact, token_ids = load_tiny("qwen3_moe", tmp_path), list(range(3, 103))
-    rounded = load_decoder(tmp_path, dtype="bfloat16", quantization="int8")
+    rounded = load_decoder(tmp_path, dtype="bfloat16", weights="int8")
     products = mixtures(rounded.weights.layers)[0].products
     assert isinstance(products, LinearExperts)
     assert isinstance(products.down[0], PanelLinear)

@@ -1,0 +1,201 @@
+"""Weights as a checkpoint stores them: codes of 4, 6 or 8 bits, with scales for groups of inputs. The linear kernel
+dequantises them when it multiplies by them (baton/modeling/kernels/linear/codes.h describes the memory layout).
+
+The formats of `baton.modeling.quantized` create `StoredWeight` objects, and `baton.modeling.forward.linear` packs them.
+
+Shape letters: N rows (outputs) and K columns (inputs) of a weight, M outputs (a multiple of 32), P = M / 32 panels, U =
+K / 32 units, G groups of inputs that share a scale, S groups of inputs that share a factor of the scale, F fields: 1
+(scales), or 2 (scales and offsets).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.modeling.kernels.calls.checks import require
+from baton.modeling.kernels.calls.panels import PANEL, BoundPanels, checked_places
+from baton.modeling.kernels.products import WIDENED
+
+UNIT = 32
+"""Number of inputs in a unit. The codes of a unit's inputs and a panel's 32 outputs are stored together."""
+HALF_UNIT = 16
+"""The number of inputs that share a scale must be a multiple of this number."""
+_CODE_TYPES = {4: torch.uint8, 6: torch.uint8, 8: torch.int8}
+"""Torch dtypes of codes, by number of bits. Codes of 8 bits have a sign."""
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """Quantised weight. Its values are `scale * code + offset`, rounded once to fp32. The scale (and the offset) of a
+    value is that of its group, times the factor of its group of factors if there are factors."""
+
+    bits: int
+    codes_NK: Tensor
+    """Codes, in a byte each: uint8 for 4 and 6 bits, int8 for 8 bits."""
+    scales_NGF: Tensor
+    """Scales, and offsets if F is 2, in fp16 or fp32. G divides K."""
+    factors_NSF: Tensor | None = None
+    """Factors of scales and offsets, in int8. S divides K. None: all factors are 1."""
+    zero: int = 0
+    """Code that represents the value 0, if F is 1."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the shape of the weight, (N, K)."""
+        return self.codes_NK.shape[0], self.codes_NK.shape[1]
+
+    @property
+    def is_supported(self) -> bool:
+        """Return True if the linear kernel can multiply by this weight."""
+        tensors = [self.scales_NGF] if self.factors_NSF is None else [self.scales_NGF, self.factors_NSF]
+        num_inputs = self.shape[1]
+        are_groups = all(num_inputs % (HALF_UNIT * each.shape[1]) == 0 for each in tensors)
+        return num_inputs % UNIT == 0 and are_groups and self.scales_NGF.dtype in (torch.float16, torch.float32)
+
+    def with_rows(self, change: Callable[[Tensor], Tensor]) -> "StoredWeight":
+        """Return a weight with other rows: `change` is applied to each tensor, whose first dimension is the rows."""
+        factors = None if self.factors_NSF is None else change(self.factors_NSF)
+        return dataclasses.replace(
+            self, codes_NK=change(self.codes_NK), scales_NGF=change(self.scales_NGF), factors_NSF=factors
+        )
+
+    def values(self) -> Tensor:
+        """Return the values of the weight, `[N, K]`, in fp32."""
+        scales_NGF = self.scales_NGF.double()
+        if self.factors_NSF is not None:
+            repeats = self.factors_NSF.shape[1] // scales_NGF.shape[1]
+            scales_NGF = scales_NGF.repeat_interleave(repeats, 1) * self.factors_NSF
+        scales_NGF = scales_NGF.repeat_interleave(self.shape[1] // scales_NGF.shape[1], 1)
+        scale_NK = scales_NGF[..., 0]
+        offset_NK = scales_NGF[..., 1] if scales_NGF.shape[2] == 2 else -self.zero * scale_NK
+        return (scale_NK * self.codes_NK + offset_NK).float()
+
+
+def joined(parts: Sequence[StoredWeight]) -> StoredWeight | None:
+    """Return the weight that contains the rows of all parts. The values of parts that are stored in different ways do
+    not change: the result has the largest number of bits and the smallest groups of all parts. None: there is no such
+    weight, because only some parts have factors."""
+    if len({(each.bits, each.zero, each.scales_NGF.shape[2]) for each in parts}) > 1:
+        parts = [_with_offsets(each, max(part.bits for part in parts)) for each in parts]
+    factors = [each.factors_NSF for each in parts if each.factors_NSF is not None]
+    if len(factors) not in (0, len(parts)):
+        return None
+    return dataclasses.replace(
+        parts[0],
+        codes_NK=torch.cat([each.codes_NK for each in parts]),
+        scales_NGF=narrowed(_joined_groups([each.scales_NGF.float() for each in parts])),
+        factors_NSF=_joined_groups(factors) if factors else None,
+    )
+
+
+def _with_offsets(weight: StoredWeight, bits: int) -> StoredWeight:
+    """Return the same weight with offsets, and with codes of `bits` bits."""
+    scales_NGF, factors_NSF = weight.scales_NGF.float(), weight.factors_NSF
+    if scales_NGF.shape[2] == 1:
+        scales_NGF = torch.cat((scales_NGF, -weight.zero * scales_NGF), 2)
+        factors_NSF = None if factors_NSF is None else factors_NSF.expand(-1, -1, 2)
+    codes_NK = weight.codes_NK.to(_CODE_TYPES[bits])
+    return StoredWeight(bits, codes_NK, scales_NGF, factors_NSF)
+
+
+def _joined_groups(parts: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all parts, `[N, G, F]`. Each group of a part becomes one or more groups."""
+    num_groups = math.lcm(*(each.shape[1] for each in parts))
+    return torch.cat([each.repeat_interleave(num_groups // each.shape[1], 1) for each in parts])
+
+
+def narrowed(values: Tensor) -> Tensor:
+    """Return numbers in fp16 if fp16 can represent all of them, else in fp32."""
+    halves = values.half()
+    return halves if torch.equal(halves.to(values.dtype), values) else values.float()
+
+
+@dataclass(frozen=True)
+class CodePanels:
+    """Stored weight in the kernel's memory layout."""
+
+    panels: Tensor
+    """Codes, uint8 `[P, U, bytes of a unit]`."""
+    scales_PGFL: Tensor
+    factors_PSFL: Tensor | None
+    bits: int
+    zero: int
+    product: str
+
+    @property
+    def num_inputs(self) -> int:
+        """Return the number of inputs of the weight."""
+        return self.panels.shape[1] * UNIT
+
+    @property
+    def description(self) -> Tensor:
+        """Return the fields of the struct Codes in linear/codes.h."""
+        fields = self.scales_PGFL.shape[2]
+        scales = self.num_inputs // self.scales_PGFL.shape[1], self.scales_PGFL.shape[1], self.scales_PGFL.data_ptr()
+        factors = (0, 0, 0)
+        if self.factors_PSFL is not None:
+            num_subgroups = self.factors_PSFL.shape[1]
+            factors = self.num_inputs // num_subgroups, num_subgroups, self.factors_PSFL.data_ptr()
+        is_half = self.scales_PGFL.dtype == torch.float16
+        return torch.tensor([self.bits, self.zero, fields, is_half, *scales, *factors])
+
+    def bind(self, num_outputs: int, bias: Tensor | None, *, gated: bool) -> BoundPanels:
+        """Return the weight as kernel arguments. The bias must have one number for each output of the panels."""
+        num_panels = len(self.panels)
+        require(num_outputs <= num_panels * PANEL // (2 if gated else 1), f"fewer outputs than {num_outputs}")
+        described = self.description
+        addresses = (
+            self.panels.data_ptr(),
+            num_panels,
+            self.num_inputs,
+            num_outputs,
+            None,
+            checked_places(bias, num_panels),
+        )
+        tensors = self.panels, self.scales_PGFL, self.factors_PSFL, described, bias
+        product = self.product.encode()
+        sizes = self.num_inputs, num_outputs
+        return BoundPanels(tensors, *sizes, gated, product, addresses, is_int8=False, codes=described.data_ptr())
+
+
+def pack_codes(weight: StoredWeight, product: str, keep: Callable[[Tensor], Tensor]) -> CodePanels:
+    """Pack a weight whose number of rows is a multiple of 32. `product` is a multiplication method of
+    `baton.modeling.kernels.products`. `keep` copies a tensor to the memory in which weights are kept."""
+    num_rows, num_inputs = weight.shape
+    require(weight.is_supported and num_rows % PANEL == 0, "the weight's groups are not multiples of 16 inputs")
+    panels, units = num_rows // PANEL, num_inputs // UNIT
+    if product == WIDENED:
+        lanes = weight.codes_NK.view(panels, PANEL, units, UNIT).permute(0, 2, 3, 1)
+    else:  # a lane is an output's even or odd inputs
+        lanes = weight.codes_NK.view(panels, PANEL, units, UNIT // 2, 2).permute(0, 2, 3, 1, 4).flatten(3)
+    factors = None if weight.factors_NSF is None else keep(_by_panel(weight.factors_NSF))
+    packed = _packed(lanes.contiguous(), weight.bits).flatten(2)
+    return CodePanels(keep(packed), keep(_by_panel(weight.scales_NGF)), factors, weight.bits, weight.zero, product)
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes `[P, U, codes of a lane, lanes]` as bytes, `[P, U, bytes]`."""
+    require(codes.dtype == _CODE_TYPES[bits], f"codes of {bits} bits have another type than {codes.dtype}")
+    if bits == 8:
+        return codes.flatten(2).view(torch.uint8)
+    words = _in_words(codes & 15, 4).flatten(2)
+    return words if bits == 4 else torch.cat((words, _in_words(codes >> 4, 2).flatten(2)), 2)
+
+
+def _in_words(codes: Tensor, bits: int) -> Tensor:
+    """Pack a lane's codes of 2 or 4 bits into 32-bit words, beginning with the lowest bits."""
+    num_panels, num_units, num_codes, num_lanes = codes.shape
+    in_bytes = codes.view(num_panels, num_units, num_codes // (32 // bits), 4, 8 // bits, num_lanes)
+    packed = in_bytes[..., 0, :].clone()
+    for place in range(1, 8 // bits):
+        packed |= in_bytes[..., place, :] << bits * place
+    return packed.transpose(-1, -2).contiguous()
+
+
+def _by_panel(values_NGF: Tensor) -> Tensor:
+    """Return scales or factors in the order of the panels, `[P, G, F, 32]`."""
+    return values_NGF.view(-1, PANEL, *values_NGF.shape[1:]).permute(0, 2, 3, 1).contiguous()

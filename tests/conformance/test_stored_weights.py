@@ -1,0 +1,159 @@
+"""Products by weights as they are stored equal, bit by bit, the products by the same weights in bf16, where products
+have operands in bf16. Where operands are widened, weights are not rounded to bf16."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from baton.modeling.families.checkpoint import Checkpoint
+from baton.modeling.forward.linear import PanelLinear
+from baton.modeling.forward.norms import RmsNorm, Transform, unchanged
+from baton.modeling.kernels import native
+from baton.modeling.kernels.calls.codes import StoredWeight, joined
+from baton.modeling.kernels.products import DOT, TILES, WIDENED
+from baton.modeling.quantized.gguf_blocks import GgufWeight, blocks_name
+from baton.modeling.quantized.weight_formats import read_format
+from tests.support.kernels.paths import INSTRUCTION_SETS, has_tiles, lane, require
+from tests.support.models.gguf_blocks import TYPES, random_blocks, values_of
+from tests.support.models.quantised_folders import FORMATS
+
+N, K = 96, 512
+needs_tiles = pytest.mark.skipif(not has_tiles(), reason="needs AMX")
+ROUNDING = [
+    pytest.param(native.NATIVE, DOT, id="native-dot"),
+    pytest.param("generic", DOT, id="generic-dot", marks=lane("generic")),
+    pytest.param(native.NATIVE, TILES, id="native-tiles", marks=needs_tiles),
+]
+"""Instruction sets and methods of multiplication that round weights to bf16."""
+NOT_KEPT = {
+    *("gptq_act_order", "gptq_8_bits", "packed_int4_reordered", "int8_tensor_asymmetric"),
+    *("packed_int4_asymmetric", "packed_int8_asymmetric"),
+}
+"""Formats with integers whose codes the kernel cannot read: inputs are reordered, all outputs share a scale, or fp32
+cannot represent the offsets."""
+
+
+def of_blocks(type_name: str, num_outputs: int = N) -> StoredWeight:
+    return GgufWeight(type_name, random_blocks(type_name, num_outputs, K)).stored()
+
+
+def wide_groups(offsets: bool) -> StoredWeight:
+    """Groups of 128 inputs with scales that fp16 cannot represent."""
+    random = torch.Generator().manual_seed(0)
+    codes_NK = torch.randint(0, 16, (N, K), generator=random, dtype=torch.uint8)
+    scales_NGF = torch.randn(N, K // 128, 2 if offsets else 1, generator=random) / 100
+    return StoredWeight(4, codes_NK, scales_NGF, zero=0 if offsets else 8)
+
+
+WEIGHTS: dict[str, Callable[[], StoredWeight]] = {
+    **{type_name: partial(of_blocks, type_name) for type_name in TYPES},
+    "groups_of_128": partial(wide_groups, offsets=False),
+    "groups_of_128_with_offsets": partial(wide_groups, offsets=True),
+}
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("instruction_set", "product"), ROUNDING)
+def test_products_are_those_of_the_weights_in_bf16(name: str, gated: bool, instruction_set: str, product: str) -> None:
+    require(instruction_set)
+    weight = WEIGHTS[name]()
+    bias_N, norm = random(N, seed=1), RmsNorm(random(K, seed=2), 1e-5)
+    stored, plain = (
+        PanelLinear(each, bias_N, gated, product=product, instruction_set=instruction_set)
+        for each in (weight, weight.values().bfloat16())
+    )
+    assert stored.num_bytes < 0.7 * plain.num_bytes
+    assert torch.equal(stored.weight(), plain.weight())
+    indices_T = torch.tensor([0, N - 1, 17, 17])
+    assert torch.equal(stored.rows(indices_T), plain.rows(indices_T))
+    for num_tokens in (1, 2, 7, 17, 33, 48, 49, 390):
+        x_TK = random(num_tokens, K, seed=num_tokens)
+        residual_TN = None if gated else random(num_tokens, N, seed=3)
+        for each in (norm, unchanged):
+            check_equal(stored, plain, x_TK, each, residual_TN)
+
+
+def check_equal(
+    stored: PanelLinear, plain: PanelLinear, x_TK: Tensor, norm: Transform, residual_TN: Tensor | None
+) -> None:
+    assert torch.equal(stored(x_TK, norm, residual_TN), plain(x_TK, norm, residual_TN)), len(x_TK)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("instruction_set", [pytest.param(each, marks=lane(each)) for each in INSTRUCTION_SETS])
+def test_widened_operands_are_the_weights_in_fp32(name: str, instruction_set: str) -> None:
+    require(instruction_set)
+    weight = WEIGHTS[name]()
+    linear = PanelLinear(weight, product=WIDENED, instruction_set=instruction_set)
+    assert torch.equal(linear.weight(), weight.values())
+    assert torch.equal(linear.rows(torch.tensor([3, 95])), weight.values()[[3, 95]].bfloat16())
+    x_TK = random(390, K)
+    expected_TN = x_TK.double() @ weight.values().double().T
+    scale_T1 = expected_TN.abs().amax(-1, keepdim=True)
+    for num_tokens in (1, 2, 7, 17, 33, 48, 49, 390):
+        error_TN = linear(x_TK[:num_tokens]).double() - expected_TN[:num_tokens]
+        assert (error_TN.abs() <= 2.0**-8 * scale_T1[:num_tokens]).all(), "rounded once, to bf16"
+    alone_TN = torch.cat([linear(x_TK[t : t + 1]) for t in range(60)])
+    for num_tokens in (13, 48, 60):
+        assert torch.equal(linear(x_TK[:num_tokens]), alone_TN[:num_tokens]), "a row depends on no other"
+
+
+def test_a_row_out_of_range_is_refused() -> None:
+    linear = PanelLinear(of_blocks("Q4_0"), product=WIDENED)
+    bound, _, _ = linear.described(unchanged)
+    with pytest.raises(RuntimeError, match="there are no such rows"):
+        native.operators().dequantised_rows(bound, torch.tensor([N]))
+
+
+@pytest.mark.parametrize("types", [("Q4_K", "Q4_K"), ("Q4_K", "Q6_K"), ("Q4_0", "Q4_1"), ("Q8_0", "Q4_1", "Q4_0")])
+def test_joined_parts_keep_their_values(types: tuple[str, ...]) -> None:
+    parts = [of_blocks(type_name, 32) for type_name in types]
+    whole = joined(parts)
+    assert whole is not None and whole.is_supported
+    assert torch.equal(whole.values(), torch.cat([each.values() for each in parts]))
+    assert torch.equal(PanelLinear(whole, product=WIDENED).weight(), whole.values())
+
+
+def test_parts_of_which_only_some_have_factors_are_not_joined() -> None:
+    assert joined([of_blocks("Q4_K"), of_blocks("Q8_0")]) is None
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+def test_blocks_of_gguf_files_are_kept(type_name: str, tmp_path: Path) -> None:
+    blocks = random_blocks(type_name, N, K)
+    save_file({blocks_name("m", type_name): blocks}, tmp_path / "model.safetensors")
+    config = {"quant_method": "gguf", "types": [type_name]}
+    check_kept(tmp_path, config, values_of(type_name, blocks))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_whose_codes_are_integers_are_kept(name: str, tmp_path: Path) -> None:
+    made = FORMATS[name].make(N, K // 2, 0)
+    save_file({f"m.{part}": tensor for part, tensor in made.tensors.items()}, tmp_path / "model.safetensors")
+    is_kept = name not in NOT_KEPT and not name.startswith(("float", "fp8"))
+    check_kept(tmp_path, FORMATS[name].config, made.weight, is_kept=is_kept)
+
+
+def check_kept(folder: Path, config: Mapping[str, object], values_NK: Tensor, *, is_kept: bool = True) -> None:
+    """The checkpoint keeps the codes of the module m, and the kernel reads these values."""
+    stored = read_format(config, "config.json: quantization_config")
+    checkpoint = Checkpoint(folder, torch.bfloat16, "cpu", weights="stored", weight_format=stored)
+    parts = [("m", (values_NK.shape[0], values_NK.shape[1]))]
+    codes = checkpoint.codes(parts)
+    assert (codes is not None) == is_kept == bool(checkpoint.num_kept)
+    if codes is not None:
+        assert torch.equal(PanelLinear(codes, product=WIDENED).weight(), values_NK)
+    for weights in ("bfloat16", "int8"):
+        other = Checkpoint(folder, torch.bfloat16, "cpu", weights=weights, weight_format=stored)
+        assert other.codes(parts) is None
+    assert Checkpoint(folder, torch.float32, "cpu", weights="stored", weight_format=stored).codes(parts) is None
