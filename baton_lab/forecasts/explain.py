@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from baton.errors import InvalidArgumentError
 from baton.planning.hardware import Hardware
 from baton_lab.forecasts.plan_options import find_model
-from baton_lab.study.known_hardware import HARDWARE, HERE, hardware_of
+from baton_lab.study.known_hardware import HARDWARE, HERE, basis, hardware_of
 from deploy.options import numbers as option_values
 
 if TYPE_CHECKING:
@@ -268,9 +268,8 @@ def _here(args: argparse.Namespace, pools: "Pools") -> tuple[str, "ChainPlanner"
     folder = resolve_folder(config.model.name, config.model.cache, Console(stderr=True))
     plan = ClusterPlan(config, ResolvedModel(folder))
     rank, engine = worker_profiles(plan)
-    is_measured = rank.is_measured and engine.is_measured
-    basis = "measured rates" if is_measured else "nominal rates: `baton calibrate` measures them"
-    return f"{folder.name} on {rank.name}: {basis}", served_planner(plan)
+    rates = basis(rank.is_measured and engine.is_measured)
+    return f"{folder.name} on {rank.name}: {rates}", served_planner(plan)
 
 
 def _linked(args: argparse.Namespace, rates: Hardware) -> Hardware:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from baton.errors import InvalidArgumentError
 from baton.planning.cost_model import CostModel, LinkModel
 from baton.planning.hardware import derive
-from baton_lab.study.known_hardware import HARDWARE, hardware_of
+from baton_lab.study.known_hardware import HARDWARE, hardware_of, hardware_title
 from baton_lab.study.known_models import SHAPES, shape_from, shape_of
 from baton_lab.study.protocols import PROTOCOLS
 from deploy.options import numbers as option_values
@@ -178,7 +178,8 @@ def _derived(args: argparse.Namespace) -> tuple[str, CostModel]:
     if args.attention_tflop_s is not None:
         rate = option_values.positive("--attention-tflop-s", args.attention_tflop_s) * 1e12
         hardware = dataclasses.replace(hardware, pair_flops=rate, scores_per_s=float("inf"))
-    return f"{'a model' if args.shape else model} on {name}", derive(shape, hardware)
+    title = hardware_title(name, shape.dtype_bytes)
+    return f"{'a model' if args.shape else model} on {title}", derive(shape, hardware)
 
 
 def _seconds(value: float) -> str:

@@ -1,9 +1,14 @@
 """Rates of hardware by name: accelerators with the rates of data sheets, and prefill ranks with achieved rates."""
 
+from typing import TYPE_CHECKING
+
 from baton.errors import ConfigError
 from baton.planning.chips import Chip
 from baton.planning.cost_model import LinkModel
 from baton.planning.hardware import CPU_CORE, CPU_CORE_FP32, Hardware
+
+if TYPE_CHECKING:
+    from baton.planning.device_profile import DeviceProfile
 
 CHIPS = {
     "tpu-v5e": Chip(flops=1.97e14, memory_bandwidth=8.2e11, memory_bytes=16e9),
@@ -51,11 +56,26 @@ def hardware_of(name: str, dtype_bytes: int = 2) -> Hardware:
     it has none, of one core, for values of `dtype_bytes` bytes. They are nominal unless they were measured. Raises
     ConfigError for an unknown name."""
     if name == HERE:
-        from deploy.machine.device_profile import local_profile
-        from deploy.machine.this_machine import gpu_name
-
-        gpu = gpu_name()
-        return local_profile("cuda" if gpu else "cpu", 1, dtype_bytes, gpu=gpu).hardware
+        return _profile_here(dtype_bytes).hardware
     if name not in HARDWARE:
         raise ConfigError(f"hardware = {name!r} is unknown: use one of {', '.join(HARDWARE)}, or here for this machine")
     return HARDWARE[name]
+
+
+def hardware_title(name: str, dtype_bytes: int = 2) -> str:
+    """Return the name of the hardware that `hardware_of` returns for the same arguments. For HERE, the text also says
+    whether the rates were measured."""
+    return f"{name} ({basis(_profile_here(dtype_bytes).is_measured)})" if name == HERE else name
+
+
+def basis(is_measured: bool) -> str:
+    """Return a text that says whether the rates of this machine were measured."""
+    return "measured rates" if is_measured else "nominal rates: `baton calibrate` measures them"
+
+
+def _profile_here(dtype_bytes: int) -> "DeviceProfile":
+    from deploy.machine.device_profile import local_profile
+    from deploy.machine.this_machine import gpu_name
+
+    gpu = gpu_name()
+    return local_profile("cuda" if gpu else "cpu", 1, dtype_bytes, gpu=gpu)

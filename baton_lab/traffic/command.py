@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from baton_lab.plot import require_plots
+    from baton_lab.study.known_hardware import hardware_title
     from baton_lab.traffic import parsed
     from baton_lab.traffic.comparing import POLICIES
     from baton_lab.traffic.report import decisions, table
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             status.update(f"simulating {policy}")
             name, results = on.run(trace, policy)
             runs[name] = results
-    console.print(table(trace, runs, on.targets))
+    console.print(table(trace, runs, on.targets, hardware_title(args.hardware)))
     if args.explain:
         for name, results in runs.items():
             console.print(decisions(name, results), soft_wrap=True, highlight=False)

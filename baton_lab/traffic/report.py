@@ -9,10 +9,11 @@ from baton_lab.traffic.traces.trace import Trace
 from deploy.options.screen import number_table
 
 
-def table(trace: Trace, runs: Mapping[str, Results], targets: Targets) -> Table:
-    """Return a table with one line per policy: latencies in seconds, good requests, and cost."""
+def table(trace: Trace, runs: Mapping[str, Results], targets: Targets, hardware: str) -> Table:
+    """Return a table with one line per policy: latencies in seconds, good requests, and cost. The title names the
+    trace and the `hardware`."""
     title = (
-        f"{trace.name}: {len(trace)} requests in {trace.duration_s:.0f} s; good: first token within "
+        f"{trace.name} on {hardware}: {len(trace)} requests in {trace.duration_s:.0f} s; good: first token within "
         f"{targets.ttft_s:g} s, mean gap within {targets.itl_s * 1e3:g} ms"
     )
     headings = "policy|TTFT p50|p95|p99|ITL p50\nms|p95\nms|good\n%|goodput\n/s|group-s|good a\ngroup-s|changes"

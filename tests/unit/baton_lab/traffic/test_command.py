@@ -58,16 +58,18 @@ def test_the_plot_is_a_png(baton: Baton, tmp_path: Path) -> None:
 def test_this_machine_is_simulated_by_its_rates(
     baton: Baton, tmp_path: Path, keep_core: Callable[[Hardware], None]
 ) -> None:
-    def results(hardware: str) -> dict[str, object]:
+    def results(hardware: str, title: str) -> dict[str, object]:
         path = tmp_path / "runs.json"
         model = f"--model smollm2-135m --hardware {hardware}"
-        baton.shown(f"simulate-traffic --trace steady --rate 2 --seconds 10 --groups 2:1 {model} --json {path}")
+        out = baton.shown(f"simulate-traffic --trace steady --rate 2 --seconds 10 --groups 2:1 {model} --json {path}")
+        assert out.startswith(f"steady on {title}: ")
         found: dict[str, object] = json.loads(path.read_text())
         return found
 
-    assert results("here") == results("cpu-core")  # nothing was measured yet
+    nominal, core = results("here", "here (nominal rates: `baton calibrate` measures them)"), results(*["cpu-core"] * 2)
+    assert nominal == core
     keep_core(HARDWARE["h100-flash"])
-    assert results("here") == results("h100-flash") != results("cpu-core")
+    assert results("here", "here (measured rates)") == results(*["h100-flash"] * 2) != core
 
 
 @pytest.mark.parametrize(
