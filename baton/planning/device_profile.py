@@ -7,11 +7,14 @@ starts, and the supervisor passes it on to the orchestrator in the cluster's vie
    "hardware": {"linear_flops": ..., ..., "link": {"latency_s": ..., "bandwidth": ...}},
    "memory_bytes": ..., "used_bytes": ..., "is_measured": true}}
 
+An infinite rate is left out, because JSON has no infinity. Infinity is the default of such a field.
+
 `load` and `save` block on the disk; all other functions are pure.
 """
 
 import json
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -48,8 +51,8 @@ class DeviceProfile:
     """True if the rates were measured on a device of this kind; False if they are nominal."""
 
     def __post_init__(self) -> None:
-        if not self.shared_bandwidth > 0:
-            raise ConfigError(f"shared_bandwidth = {self.shared_bandwidth} is out of range: give a rate above 0")
+        if not 0 < self.shared_bandwidth < math.inf:
+            raise ConfigError(f"shared_bandwidth = {self.shared_bandwidth} is out of range: give a finite rate above 0")
 
     def __str__(self) -> str:
         rates = self.hardware
@@ -86,9 +89,14 @@ def save(profile: DeviceProfile, path: Path) -> None:
     """Write the profile to a file, replacing an existing one. Raises ConfigError when it cannot be written."""
     try:
         with whole(path) as partial:
-            partial.write_text(json.dumps(asdict(_File(SCHEMA, profile)), indent=1), encoding="utf-8")
+            fields = asdict(_File(SCHEMA, profile), dict_factory=_finite)
+            partial.write_text(json.dumps(fields, indent=1, allow_nan=False), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror}): make its folder writable") from error
+
+
+def _finite(fields: Iterable[tuple[str, object]]) -> dict[str, object]:
+    return {name: value for name, value in fields if value != math.inf}
 
 
 def load(path: Path) -> DeviceProfile:

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from baton.planning.hardware import Hardware
 
 RATES = Hardware(6e14, 4e14, LinkModel(1e-4, 3e9), memory_bandwidth=4e12, fixed_s=3e-5, issue_s=4e-4)
 PROFILE = DeviceProfile("NVIDIA H200, share 0.5", "cuda", RATES, 4e12, 150 << 30, 3 << 30, is_measured=True)
-UNLIMITED = DeviceProfile("abacus", "cpu", Hardware(1.0, 2.0, LinkModel(), scores_per_s=3.0), math.inf)
-"""Infinite bandwidths, of memory and of the link."""
+UNLIMITED = DeviceProfile("abacus", "cpu", Hardware(1.0, 2.0, LinkModel(), scores_per_s=3.0), 4.0)
+"""Infinite bandwidths, of a core and of the link."""
 
 
 @pytest.fixture
@@ -40,6 +40,19 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path, profile: DeviceProf
     save(profile, tmp_path / "profile.json")
     assert load(tmp_path / "profile.json") == profile
     assert isinstance(load(tmp_path / "profile.json").hardware.link, LinkModel)
+
+
+def test_a_profile_with_infinite_rates_is_strict_json(path: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    save(UNLIMITED, path)
+    assert json.loads(path.read_text(), parse_constant=refuse)["profile"]["hardware"]["scores_per_s"] == 3.0
+
+
+def test_files_of_earlier_versions_with_infinite_rates_are_read(path: Path) -> None:
+    path.write_text(json.dumps({"schema": 2, "profile": asdict(UNLIMITED)}))
+    assert "Infinity" in path.read_text() and load(path) == UNLIMITED
 
 
 def test_a_later_profile_replaces_an_earlier_one_whole(path: Path) -> None:
@@ -107,7 +120,8 @@ def put(fields: dict[str, Any], place: str, value: object) -> None:
         ("memory_bytes", True, "memory_bytes"),
         ("is_measured", "perhaps", "is_measured"),
         ("shared_bandwidth", "1e9", "shared_bandwidth"),
-        ("shared_bandwidth", 0, r"shared_bandwidth = 0(\.0)? is out of range: give a rate above 0"),
+        ("shared_bandwidth", 0, r"shared_bandwidth = 0(\.0)? is out of range: give a finite rate above 0"),
+        ("shared_bandwidth", math.inf, "shared_bandwidth = inf is out of range"),
         ("shared_bandwidth", -1, r"shared_bandwidth = -1(\.0)? is out of range"),
         ("shared_bandwidth", math.nan, "shared_bandwidth = nan is out of range"),
         ("hardware.linear_flops", 0, r"linear_flops = 0(\.0)? is out of range: give a rate above 0"),
