@@ -62,6 +62,8 @@ _SECONDS = 0.12
 """Minimum time in seconds that a half of the measurement spends on each rate, if a profile is missing."""
 _NUM_TIMINGS = 12
 """Number of timings in both halves of a measurement of a CPU together. A measurement of a GPU has ten."""
+NUM_HALVES = 4
+"""Maximum number of halves that are measured for a profile: two, and two more if the first two differ."""
 _AGREEMENT = 0.2
 """Largest fraction by which the two halves of a measurement may differ."""
 _RETRY_S = 3600.0
@@ -165,7 +167,7 @@ def replace_profiles(
     device: str, dtypes: Sequence[str], gpu: str, *, seconds: float, done: Callable[[int], None]
 ) -> list[str]:
     """Measure the profiles of these dtypes for about `seconds` seconds each, and replace the kept ones. Return the
-    dtypes whose halves agreed; for others, the kept profile stays. `done` is called with 4 in parts for each dtype.
+    dtypes whose halves agreed; for others, the kept profile stays. `done` is called as by `measure` for each dtype.
     Waits for another process of this node that measures. Raises ConfigError if a profile cannot be written."""
     with _alone():
         return _keep(device, dtypes, gpu, seconds / _NUM_TIMINGS, done)
@@ -204,10 +206,11 @@ def measure(
     done: Callable[[int], None] = lambda _: None,
 ) -> DeviceProfile | None:
     """Measure the rates of the GPU if `device` is "cuda", else of one CPU core while `num_threads` cores compute. Each
-    half spends at least `seconds` seconds on each rate. `done` is called with parts of 4, as the work advances. Return
-    their profile for this dtype, or None if two halves differed twice. Sets the number of torch's threads. Blocks."""
+    half spends at least `seconds` seconds on each rate. Return their profile for this dtype, or None if two halves
+    differed twice. `done` is called with the number of halves that were measured or became unnecessary, NUM_HALVES in
+    total. Sets the number of torch's threads. Blocks."""
     half = _gpu_half(dtype, seconds) if device == "cuda" else _core_half(dtype, num_threads, seconds)
-    for num_left in (2, 0):
+    for num_left in range(NUM_HALVES - 2, -1, -2):  # each pass measures two
         first, _unused = half()
         done(1)
         second, profile = half()

@@ -182,6 +182,15 @@ def test_halves_that_differ_are_measured_again_and_then_not_kept(
     assert ("differ by over 20 %: free the machine" in caplog.text) == (kept is None)
 
 
+@pytest.mark.parametrize("rates", [(5, 5), (1, 2, 5, 5), (1, 2, 1, 2, 5, 5), (1, 2, 1, 2, 1, 2)])
+def test_progress_is_the_number_of_halves(monkeypatch: pytest.MonkeyPatch, rates: tuple[float, ...]) -> None:
+    monkeypatch.setattr(device_profile, "_core_half", halves(*rates))
+    monkeypatch.setattr(device_profile, "NUM_HALVES", 6)
+    steps: list[int] = []
+    profile = measure("cpu", "bfloat16", 1, done=steps.append)
+    assert (profile is None) == (rates[-1] == 2) and sum(steps) == 6
+
+
 def test_a_failed_measurement_is_repeated_an_hour_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_profile, "_core_half", halves(1e9, 2e9, 1e9, 2e9, 5e9, 5e9))
     assert must_measure("cpu", 2)

@@ -1,17 +1,20 @@
 """`baton calibrate` measures this machine again, and replaces the profile that is kept."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from baton.planning.device_profile import nominal_core, save
 from deploy.commands.record import ClusterRecord, live_clusters, process_start
 from deploy.machine import device_profile
 from deploy.machine.device_profile import kept_path, kept_profile, must_measure
+from deploy.options import screen
 from tests.support.wire.commands import Baton, Run
 
 pytestmark = pytest.mark.usefixtures("threads")
@@ -36,6 +39,20 @@ def test_a_profile_is_measured_and_replaced(cache: Path, baton: Baton, monkeypat
     second = baton.run(COMMAND)
     assert second.out == f"float32: {kept_profile('cpu', 4)}\n  before: {made}\n"
     assert kept_profile("cpu", 2) is None
+
+
+def test_progress_ends_with_the_measurement(cache: Path, baton: Baton, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+
+    @contextmanager
+    def progress(_console: Console, _what: str, total: int) -> Iterator[Callable[[int], None]]:
+        yield steps.append
+        assert sum(steps) == total > 0
+
+    monkeypatch.setattr(screen, "progress", progress)
+    monkeypatch.setattr(device_profile, "NUM_HALVES", 6)
+    monkeypatch.setattr(device_profile, "_AGREEMENT", 1.0)
+    assert baton.run(COMMAND).status == 0
 
 
 def test_rates_that_do_not_agree_leave_the_former(cache: Path, baton: Baton, monkeypatch: pytest.MonkeyPatch) -> None:
