@@ -12,11 +12,12 @@ reported; it is above 1 if this checkout is better. With `--bars`, the command f
 import json
 import subprocess
 import sys
-from argparse import REMAINDER, ArgumentDefaultsHelpFormatter, ArgumentParser
+from argparse import REMAINDER, ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.support.harness import PAIRS, Bars, Pairs, Reporter, progress
+from deploy.options.subcommand import DefaultsFormatter
 
 BAR = 0.95
 """Minimum ratio of this checkout's performance to that of the other, for every result row: the median of the ratios of
@@ -52,7 +53,7 @@ def commit_of(checkout: Path) -> str:
 
 def main() -> int:
     """Compare this checkout with another one; return the exit status."""
-    parser = ArgumentParser(description=__doc__, formatter_class=ArgumentDefaultsHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=DefaultsFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object a row on standard output")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="number of rounds, each with one run per checkout")
     parser.add_argument("--bars", action="store_true", help=f"exit with 1 when a ratio is below {BAR}")

@@ -62,16 +62,14 @@ def _command(name: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _rows(parser: argparse.ArgumentParser) -> Iterator[str]:
-    shows_defaults = parser.formatter_class is argparse.ArgumentDefaultsHelpFormatter
+    formatter = parser._get_formatter()
     for action in parser._actions:
         if action.dest == "help" or action.help == argparse.SUPPRESS:
             continue
         values = _values(action)
         names = ", ".join(action.option_strings) or values
         shown = f"`{names} {values}`" if values and action.option_strings else f"`{names}`"
-        meaning = ((action.help or "") % vars(action)).replace(str(cache_folder()), "~/.cache/baton")
-        if shows_defaults and action.default and action.default != argparse.SUPPRESS:
-            meaning += f" (default: {action.default})"
+        meaning = formatter._expand_help(action).replace(str(cache_folder()), "~/.cache/baton")
         yield f"| {_cell(shown)} | {_cell(meaning)} |"
 
 

@@ -27,6 +27,7 @@ from rich.table import Column, Table
 
 from baton.settings.paths import cache_folder
 from deploy.config.environment import DEFAULT_MODEL
+from deploy.options.subcommand import DefaultsFormatter
 
 PAIRS = 9
 QUICK_PAIRS = 3
@@ -102,7 +103,7 @@ def case(**keys: object) -> str:
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a command line parser with the options that all benchmarks have."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=description, formatter_class=DefaultsFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object per row on standard output")
     parser.add_argument("--quick", action="store_true", help="fewer cases and pairs: a smoke test, not a claim")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="Hugging Face folder, GGUF file, or known name")

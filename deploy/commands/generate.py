@@ -10,6 +10,7 @@ from baton.channel_options import DEFAULT_TARGET
 from baton.results.completion import Completion
 from deploy.commands.admin_channel import given_key
 from deploy.options.prompt import add_prompt, add_sampling, read_prompt, sampling_options
+from deploy.options.subcommand import DefaultsFormatter
 
 if TYPE_CHECKING:
     from baton.calls.streams import Stream
@@ -26,7 +27,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Sends one prompt to a running server. Writes the answer to standard output while it is generated, "
         "and then a summary to standard error: numbers of tokens, finish reason, times, seed and request id. Ctrl-C "
         "cancels the request.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=DefaultsFormatter,
     )
     add_prompt(parser)
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="address of the server")

@@ -10,6 +10,7 @@ from baton.sampling_params import params_from_options
 from baton.types import DTYPES, WEIGHT_FORMS
 from deploy.commands.inspection import add_config_options
 from deploy.options.prompt import add_prompt, add_sampling, read_prompt, sampling_options
+from deploy.options.subcommand import DefaultsFormatter
 
 _FIELDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "model": ("model.name", "model: name, Hugging Face folder, or GGUF file", {}),
@@ -32,7 +33,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "Writes the answer to standard output while it is generated, and then a timeline of the request to standard "
         "error. The settings are those of `baton serve`, except that the default of orchestrator.disaggregation is "
         "`always`: prefill ranks compute every prompt.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=DefaultsFormatter,
     )
     add_prompt(parser)
     for option, (field, text, kind) in _FIELDS.items():

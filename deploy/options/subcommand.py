@@ -1,7 +1,15 @@
-"""Adds a command with a description and examples to the command line."""
+"""Adds a command with a description and examples to the command line, and formats the help of options."""
 
 import argparse
 from collections.abc import Callable
+
+
+class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Appends its default to the help of each option. None, False and an empty list are not shown."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_default = action.default not in (None, []) and action.default is not False
+        return super()._get_help_string(action) if has_default else action.help
 
 
 def add_command(

@@ -41,7 +41,8 @@ def test_tests_of_the_gpu_find_their_fixtures_without_the_folder_above() -> None
 def test_the_benchmark_of_the_gpu_imports_nothing_that_may_be_missing() -> None:
     loaded = loaded_after("benchmarks.cuda")
     assert {name.partition(".")[0] for name in loaded} & NOT_THERE <= {"deploy"}
-    assert {name for name in loaded if name.startswith("deploy.")} == {"deploy.config", "deploy.config.environment"}
+    ours = {name for name in loaded if name.startswith("deploy.")}
+    assert ours == {"deploy.config", "deploy.config.environment", "deploy.options", "deploy.options.subcommand"}
 
 
 def test_the_repository_can_be_carried_there() -> None:
