@@ -9,7 +9,7 @@ Partitions are interpolated between knots, as KVR-P in KV-Runahead (ICML 2024, s
 are searched when the planner is created; see docs/kv_runahead.md.
 
 All predictions are pure. They run on the orchestrator's asyncio loop, and take 0.1 to 0.2 ms for few ranks. Creating a
-planner takes some tenths of a second for 4 ranks and some seconds for 8, so it runs in a thread.
+planner takes some tenths of a second for 4 ranks and a second for 8, so it runs in a thread.
 """
 
 import math

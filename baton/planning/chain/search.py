@@ -2,11 +2,11 @@
 4.2).
 
 The search starts from several partitions, called seeds. One seed is computed from the costs: it gives all ranks the
-same compute time, and ignores communication. Other seeds are suitable for slow links. Each seed is improved by moving
-tokens between ranks while this reduces the predicted time.
+same compute time, and ignores communication. Other seeds are suitable for slow links; the best of them are used. Seeds
+are improved by moving tokens between ranks while this reduces the predicted time.
 
-A search takes tens of milliseconds, and a whole table takes seconds; the grid search of the paper took hours. Even tens
-of milliseconds are too long for each request, so results are stored in a table
+A search takes tens of milliseconds, and a whole table takes a second; the grid search of the paper took hours. Even
+tens of milliseconds are too long for each request, so results are stored in a table
 (`baton.planning.chain.partition_table`). See docs/kv_runahead.md. All functions are pure.
 """
 
@@ -17,17 +17,21 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.planning.chain.wavefront import chain_ttft
+from baton.planning.chain.wavefront import chain_ttft, work_of
 from baton.planning.cost_model import CostModel, Kernel, Protocol
 
 Partitions = NDArray[np.float64]
 """Array of N partitions, `[N, n]`: the number of tokens of each of n ranks in each partition."""
-Evaluate = Callable[[Partitions], NDArray[np.float64]]
-"""Function that returns the predicted time in seconds of each of N partitions, `[N]`."""
+Evaluate = Callable[[Partitions, float], NDArray[np.float64]]
+"""Function that returns the predicted time in seconds of each of N partitions, `[N]`. The second argument is a limit:
+times that are not below it may be returned as infinity."""
 
+_NUM_OTHERS = 2
+"""Number of seeds (partitions with which the search starts) that are improved, in addition to the one with equal
+compute times: those with the shortest predicted times."""
 _COARSE_STEPS = 256
-"""Resolution of the first pass of the search. All seeds (partitions with which the search starts) are improved in steps
-of at least 1 / _COARSE_STEPS of the prompt. Then the best two results are improved in steps of one token."""
+"""Resolution of the first pass of the search. Seeds are improved in steps of at least 1 / _COARSE_STEPS of the prompt.
+Then the best result is improved in steps of one token."""
 _SAME = 1e-9
 
 
@@ -57,18 +61,29 @@ def search(
     tail = np.zeros(num_ranks)
     tail[-1] = rest
 
-    def evaluate(units: Partitions) -> NDArray[np.float64]:
-        return chain_ttft(units * unit + tail, cost, protocol, cached=cached)
+    def evaluate(units: Partitions, limit_s: float) -> NDArray[np.float64]:
+        chunks, times = units * unit + tail, np.full(len(units), math.inf)
+        work = work_of(chunks, cost, protocol, cached)
+        # A lower bound: each rank computes all its layers, the last one at least until its KV can be sent.
+        least = work.project + (cost.num_layers - 1) * np.maximum(work.layer, cost.issue_s)
+        if (may := least.max(axis=1) < limit_s).any():
+            times[may] = chain_ttft(chunks[may], cost, protocol, cached=cached)
+        return times
 
     ideal = analytic_seed(num_tokens, num_ranks, cost, protocol.kernel, cached=cached)
     seeds = [rounded(ideal, num_units), rounded([1.0] * num_ranks, num_units), *tapered(num_units, num_ranks)]
+    others = evaluate(np.array(seeds[1:], dtype=np.float64), math.inf).argsort()[:_NUM_OTHERS]
+    starts = [seeds[0], *(seeds[1 + other] for other in others)]
     coarse = max(1, num_units // _COARSE_STEPS)
-    found = sorted((descend(seed, evaluate, coarse) for seed in seeds), key=lambda each: each[1])
-    best, best_s = min((descend(chunks, evaluate) for chunks, _ in found[:2]), key=lambda each: each[1])
+    found = min((descend(start, evaluate, coarse) for start in starts), key=lambda each: each[1])
+    best, best_s = descend(found[0], evaluate)
+    longest_s = best_s * (1 + slack + _SAME)
 
-    def imbalance(units: Partitions) -> NDArray[np.float64]:
-        moved = np.abs(units - seeds[0]).sum(axis=1)
-        return np.where(evaluate(units) <= best_s * (1 + slack + _SAME), moved, math.inf)
+    def imbalance(units: Partitions, limit: float) -> NDArray[np.float64]:
+        moved: NDArray[np.float64] = np.abs(units - seeds[0]).sum(axis=1)
+        near = moved < limit
+        moved[near] = np.where(evaluate(units[near], longest_s) < longest_s, moved[near], math.inf)
+        return moved
 
     best = descend(best, imbalance)[0]
     return (*(chunk * unit for chunk in best[:-1]), best[-1] * unit + rest)
@@ -111,13 +126,13 @@ def descend(start: Sequence[int], evaluate: Evaluate, least_step: int = 1) -> tu
     only if the slowest rank gives tokens to two other ranks at once.
     """
     best = np.array(start, dtype=np.float64)
-    best_s = float(evaluate(best[None])[0])
+    best_s = float(evaluate(best[None], math.inf)[0])
     moves = _moves(len(best))
     step = max(least_step, 2 ** max(0, int(best.sum() / 8).bit_length() - 1))
     while step >= least_step:
         candidates = best + step * moves
         candidates = candidates[(candidates >= 1).all(axis=1)]
-        times = evaluate(candidates) if len(candidates) else np.array([math.inf])
+        times = evaluate(candidates, best_s) if len(candidates) else np.array([math.inf])
         index = int(times.argmin())
         if times[index] < best_s * (1 - 1e-12):
             best, best_s = candidates[index], float(times[index])

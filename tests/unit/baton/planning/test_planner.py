@@ -4,14 +4,16 @@ import dataclasses
 import functools
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from baton.errors import InvalidArgumentError
 from baton.planning.chain.search import search
 from baton.planning.chain.wavefront import chain_ttft
-from baton.planning.cost_model import BATON, CostModel, LinkModel
+from baton.planning.cost_model import BATON, CostModel, LinkModel, Protocol
 from baton.planning.device_profile import nominal_core
 from baton.planning.hardware import ModelCosts, cpu_rank
 from baton.planning.local_prefill import LocalPrefill
@@ -19,6 +21,7 @@ from baton.planning.planner import ChainPlanner
 from baton.planning.work_cost import WorkCost
 from baton.results.prefill_trace import RankTiming
 from baton.types import TokenRange
+from baton_lab.study.known_hardware import HARDWARE
 from baton_lab.study.known_models import SHAPES
 from tests.support.clusters.planners import deciding_planner, planner_of
 from tests.support.wavefront import reference
@@ -61,6 +64,36 @@ def test_chunks_are_within_three_percent_of_the_search(num_tokens: int, num_rank
     planned = assumed_planner().ttft_s(assumed_planner().chunks(behind(0, num_tokens), num_ranks))
     searched = chain_ttft(search(num_tokens, num_ranks, ASSUMED.prefill, BATON), ASSUMED.prefill, BATON)
     assert planned <= 1.03 * float(searched)
+
+
+@pytest.mark.parametrize(
+    ("link", "found"),
+    [
+        (LinkModel(15e-6, 50e9), {300: (0.0034919, 0.0014469), 8192: (0.10765, 0.041363), 131_072: (5.1351, 1.9485)}),
+        (LinkModel(1e-4, 5e7), {300: (0.010579, 0.030523), 8192: (0.32131, 0.32169), 131_072: (15.276, 15.277)}),
+    ],
+    ids=["fast link", "slow link"],
+)
+def test_few_partitions_are_enough_for_the_best_chains(
+    monkeypatch: pytest.MonkeyPatch, link: LinkModel, found: dict[int, tuple[float, float]]
+) -> None:
+    """The times of 3 and 8 ranks are those of a search from all seeds, which computes up to 246,000 partitions."""
+    num_partitions = 0
+
+    def counted(
+        chunks: NDArray[np.float64], cost: CostModel, protocol: Protocol, *, cached: int
+    ) -> NDArray[np.float64]:
+        nonlocal num_partitions
+        num_partitions += len(chunks)
+        return chain_ttft(chunks, cost, protocol, cached=cached)
+
+    monkeypatch.setattr("baton.planning.chain.search.chain_ttft", counted)
+    rank = dataclasses.replace(HARDWARE["h100-flash"], link=link)
+    planner = ChainPlanner(ModelCosts.of(SHAPES["llama-3.1-8b"], rank), max_ranks=8, max_tokens=131_072)
+    assert 0 < num_partitions < 50_000
+    for num_tokens, times in found.items():
+        planned = [planner.ttft_s(planner.chunks(behind(0, num_tokens), num_ranks)) for num_ranks in (3, 8)]
+        assert planned == pytest.approx(times, rel=0.005)
 
 
 @pytest.mark.parametrize("cached", [100, 2000, 30_000])

@@ -1,6 +1,7 @@
 """The search finds what brute force finds, the worked examples of the paper, and shapes far from even ones."""
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from baton.planning.chain.search import Evaluate, analytic_seed, rounded, search
+from baton.planning.chain.search import Partitions, analytic_seed, rounded, search
 from baton.planning.chain.wavefront import chain_ttft
 from baton.planning.cost_model import BATON, CostModel, Kernel, LinkModel, Protocol
 from baton.planning.hardware import Hardware, derive
@@ -78,7 +79,13 @@ def test_paper_10k_on_four_ranks(how: str) -> None:
     assert np.array(chunks) / 10240 == pytest.approx(np.array([0.350, 0.255, 0.210, 0.185]), abs=0.005)
 
 
-def grid_search(num_tokens: int, num_ranks: int, evaluate: Evaluate, step: int, min_step: int) -> tuple[int, ...]:
+def grid_search(
+    num_tokens: int,
+    num_ranks: int,
+    evaluate: Callable[[Partitions], NDArray[np.float64]],
+    step: int,
+    min_step: int,
+) -> tuple[int, ...]:
     """The paper's hierarchical grid: five values for each boundary, around the even ones first, then around the best
     grid point with half the step, down to `min_step`. Evaluates 5^(n - 1) partitions a step."""
     centre = np.array([num_tokens * rank // num_ranks for rank in range(1, num_ranks)])
