@@ -334,7 +334,7 @@ struct InTiles {
 
 constexpr int64_t kFewRows = 48;        // rows packed by one thread, because waking others would take longer
 constexpr int64_t kMostFewRows = 288;   // of a generation step: 32 sequences with a token and eight drafts each
-constexpr int64_t kStripInputs = 256;   // dequantised at a time for few rows: they stay in the first-level cache
+constexpr int64_t kStripInputs = 128;   // dequantised at a time for few rows: they stay in the first-level cache
 
 // Divides rows into blocks of nearly equal height.
 template <class Way>
