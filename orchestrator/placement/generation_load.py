@@ -30,17 +30,14 @@ class _Guest:
     attempt: int
     planner: ChainPlanner
     """Planner of the group's device. It gets the duration of a prefill by the generation group itself."""
-    ends_s: float | None = None
-    """Predicted end of the prefill by the generation group itself, as a value of `Clock.now_s()`. None if a chain
-    prefills, if there is no prediction, or if the prefill has ended."""
-    prefill_s: float = 0.0
-    """Predicted duration in seconds of the prefill by the generation group itself, if it did not have to wait. It
-    includes the decode steps of other sequences."""
+    local: PlacementTerms | None = None
+    """Prediction for the prefill by the generation group itself. None if a chain prefills, if there is no prediction,
+    or if the prefill has ended."""
+    ends_s: float = 0.0
+    """Predicted end of this prefill, as a value of `Clock.now_s()`. Used only if `local` is not None."""
     tokens: TokenRange = NO_TOKENS
     """Prompt tokens that the group computes itself. Empty if the duration of this prefill must not be reported, because
     the attempt also waits for slots or memory."""
-    share: float = 0.0
-    """Predicted fraction of the time to the first token in which these tokens are computed."""
 
     @property
     def is_there(self) -> bool:
@@ -94,11 +91,8 @@ class GenerationLoad:
         memory for the attempt. The measured duration of the prefill is then not reported to the planner, because it
         includes other waits than those for other prefills.
         """
-        guest = _Guest(record, record.attempt.number, planner)
-        if local is not None:
-            prefill_s = local.prefill_s + local.steps_s
-            share = local.prefill_s / local.own_s if local.own_s else 1.0
-            guest = replace(guest, ends_s=now_s + local.own_s, prefill_s=prefill_s, tokens=tokens, share=share)
+        ends_s = 0.0 if local is None else now_s + local.own_s
+        guest = _Guest(record, record.attempt.number, planner, local, ends_s, tokens)
         self._forget(id(record))
         self._guests.setdefault(incarnation, {})[id(record)] = guest
         self._incarnation_of[id(record)] = incarnation
@@ -116,11 +110,13 @@ class GenerationLoad:
     def queue_s(self, incarnation: Hashable, now_s: float) -> float:
         """Return the predicted seconds until the group has finished all prefills that it runs by itself. `now_s` is the
         present time in seconds."""
-        waiting = [guest for guest in self._present(incarnation) if guest.ends_s is not None and not guest.has_token]
-        if not waiting:
-            return 0.0
+        waiting = (
+            (guest.ends_s, guest.local.prefill_s + guest.local.steps_s)
+            for guest in self._present(incarnation)
+            if guest.local is not None and not guest.has_token
+        )
         left_s = 0.0
-        for ends_s, prefill_s in sorted((guest.ends_s or 0.0, guest.prefill_s) for guest in waiting):
+        for ends_s, prefill_s in sorted(waiting):
             share = 1.0 if left_s else _LEAST_LEFT  # only the first attempt has begun
             left_s = max(ends_s - now_s, left_s + share * prefill_s)
         return left_s
@@ -138,10 +134,11 @@ class GenerationLoad:
         prefills to the planner."""
         present = []
         for key, guest in list(self._guests.get(incarnation, {}).items()):
-            if guest.ends_s is not None and guest.has_token:
+            if (local := guest.local) is not None and guest.has_token:
                 if guest.tokens and guest.attempt == 1 and guest.took_s is not None:
-                    guest.planner.observe_local(guest.tokens, guest.share * guest.took_s)
-                self._guests[incarnation][key] = guest = _Guest(guest.record, guest.attempt, guest.planner)
+                    share = local.prefill_s / local.own_s if local.own_s else 1.0
+                    guest.planner.observe_local(guest.tokens, share * guest.took_s)
+                self._guests[incarnation][key] = guest = replace(guest, local=None)
             if guest.is_there:
                 present.append(guest)
             else:
