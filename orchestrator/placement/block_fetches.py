@@ -7,10 +7,10 @@ for a while. This pause grows with each failure. Runs on the event loop.
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.planning.planner import ChainPlanner
+from baton.prefix_blocks import PromptBlocks
 from baton.process.backoff import Backoff
 from baton.process.clock import Clock
 from orchestrator.membership.breakers import Breakers
@@ -94,14 +94,8 @@ class BlockSources:
         self._failed: set[tuple[str, str]] = set()
         """Pairs (source store, target store) that have a circuit breaker because a fetch has failed."""
         self._members = members
-        self._index = index
-        self._planner = planner
-
-    def of(self, names: Sequence[str], block_tokens: int) -> "PromptSources":
-        """Return an object that finds the stores which now have leading blocks of a prompt. `names` are the names of
-        the prompt's blocks, in order. Each block has `block_tokens` tokens."""
-        held = self._index.holders(names[0]) if names else ()
-        return PromptSources(self._accesses() if held else {}, self._index, self, tuple(names), block_tokens)
+        self.index = index
+        self.planner = planner
 
     def admits(self, source: str, target: str) -> bool:
         """Return True if blocks may be fetched from the store `source` to the store `target` now. Return False during a
@@ -125,12 +119,7 @@ class BlockSources:
         self._pauses.keep(self._failed)
         self._pauses.failed(fetch.pair)
 
-    def fetch_s(self, num_tokens: int, source: StoreAccess, target: StoreAccess) -> float:
-        """Return the predicted duration, in seconds, of copying the KV of `num_tokens` tokens from store `source` to
-        store `target`."""
-        return self._planner.fetch_s(num_tokens, is_far=source.node != target.node)
-
-    def _accesses(self) -> dict[str, StoreAccess]:
+    def accesses(self) -> dict[str, StoreAccess]:
         """Return each store with the worker that is called for it. The worker stays the same while the groups stay, so
         that it notices duplicate requests for the same blocks. Stores of drained groups are included."""
         found: dict[str, StoreAccess] = {}
@@ -144,20 +133,13 @@ class PromptSources:
     """Finds the prefix store from which a prompt's leading blocks can be fetched. Uses the prefix index as it was when
     this object was created."""
 
-    def __init__(
-        self,
-        accesses: Mapping[str, StoreAccess],
-        index: PrefixIndex,
-        sources: BlockSources,
-        names: tuple[str, ...],
-        block_tokens: int,
-    ) -> None:
-        self._accesses = accesses
-        self._index = index
+    def __init__(self, sources: BlockSources, blocks: PromptBlocks) -> None:
         self._sources = sources
-        self._names = names
-        self._block_tokens = block_tokens
-        held = ((index.num_held(store, names), access) for store, access in accesses.items())
+        self._block_tokens = blocks.block_tokens
+        self._names = names = blocks.cached(blocks.cached_tokens(len(blocks.names)))
+        """Names of the prompt's blocks, except the block of its last token, which is always computed."""
+        self._accesses = sources.accesses() if names and sources.index.holders(names[0]) else {}
+        held = ((sources.index.num_held(store, names), access) for store, access in self._accesses.items())
         self._holders = heapq.nlargest(_MOST_HOLDERS, (each for each in held if each[0]), key=lambda each: each[0])
         """Possible source stores, those with the most blocks first. Each entry is the number of the prompt's leading
         blocks in the store, and the store."""
@@ -172,7 +154,7 @@ class PromptSources:
         return self._found[store]
 
     def _best(self, store: str) -> BlockFetch | None:
-        target, num_held = self._accesses.get(store), self._index.num_held(store, self._names)
+        target, num_held = self._accesses.get(store), self._sources.index.num_held(store, self._names)
         if target is None:
             return None
         admits = self._sources.admits
@@ -180,7 +162,8 @@ class PromptSources:
         if not more:
             return None
         num, source = max(more, key=lambda each: (each[0], each[1].node == target.node))
-        predicted_s = self._sources.fetch_s((num - num_held) * self._block_tokens, source, target)
+        num_tokens = (num - num_held) * self._block_tokens
+        predicted_s = self._sources.planner.fetch_s(num_tokens, is_far=source.node != target.node)
         return BlockFetch(source, target, self._names[:num], num_held, self._block_tokens, predicted_s)
 
 

@@ -252,9 +252,7 @@ class ClusterSnapshot:
             return None
         layout = generation.layout_fingerprint
         if layout not in self._sources:
-            blocks = self.blocks(layout)
-            names = blocks.cached(blocks.cached_tokens(len(blocks.names)))
-            self._sources[layout] = self._context.sources.of(names, blocks.block_tokens)
+            self._sources[layout] = PromptSources(self._context.sources, self.blocks(layout))
         return self._sources[layout].into(store)
 
     def _cached_tokens(self, layout: str, store: str) -> int:

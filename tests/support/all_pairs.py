@@ -9,7 +9,7 @@ from baton.results.prefill_trace import PlacementTerms
 from baton.types import TokenRange
 from baton_lab.study.terms import chain_terms, local_terms
 from orchestrator.membership.view import GenerationGroup, PrefillGroup
-from orchestrator.placement.block_fetches import BlockFetch, node_of
+from orchestrator.placement.block_fetches import BlockFetch, PromptSources, node_of
 from orchestrator.placement.chain_width import ChainPlan
 from orchestrator.placement.context import PlacementContext
 from orchestrator.requests.record import RequestRecord
@@ -127,9 +127,7 @@ class AllPairs:
         """Yield the numbers of leading tokens whose KV the given prefix store provides, first without a fetch and then
         with a fetch into the store."""
         yield self._cached_tokens(generation, store), None
-        blocks = self._blocks(generation)
-        names = blocks.cached(blocks.cached_tokens(len(blocks.names)))
-        fetch = self.outlook.sources.of(names, blocks.block_tokens).into(store) if store else None
+        fetch = PromptSources(self.outlook.sources, self._blocks(generation)).into(store) if store else None
         if fetch is not None:
             yield fetch.num_tokens, fetch
 

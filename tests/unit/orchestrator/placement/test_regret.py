@@ -171,7 +171,7 @@ class Case:
         assert isinstance(group, PrefillGroup)
         if plan.fetch is not None:
             num_fetched = (len(plan.fetch.names) - plan.fetch.num_held) * BLOCK
-            fetch_s = self.truth.sources.fetch_s(num_fetched, plan.fetch.source, plan.fetch.target)
+            fetch_s = self.truth.context.planner.fetch_s(num_fetched, is_far=plan.fetch.is_far)
         return self._chain_s(generation, group, plan.chain.plan, fetch_s, pairs.record)
 
     def _chain_s(
