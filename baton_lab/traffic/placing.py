@@ -135,7 +135,7 @@ class Placing:
         held = self._prefixes.num_held(store, names) * asked.block_tokens if names else 0
         start = min(held, num_tokens - 1)
         if start not in chains:
-            chains[start] = self._policy.chains(TokenRange(start, num_tokens))
+            chains[start] = PromptChains(self._policy, TokenRange(start, num_tokens))
         pending = self.prefill_queues.pending(member.prefill_view.incarnation, now_s)
         chain = chains[start].plan(len(member.prefill_view.endpoints), pending, now_s)
         own_s = chain.choice.predicted_s or 0.0

@@ -47,8 +47,6 @@ class ChainPlan:
     """Ranks of the group that run the chain, in ascending order."""
     chunks: tuple[TokenRange, ...]
     """Range of prompt tokens that each rank computes, in the order of `ranks`."""
-    layer_s: float
-    """Predicted duration in seconds of the slowest layer of any rank."""
     job: Pending
     """Entry for the group's queue of unfinished jobs. It has the chain's due time and its predicted work on each
     rank."""
@@ -56,6 +54,14 @@ class ChainPlan:
     """Selected number of ranks, and the predictions for each number of ranks that was compared."""
     ttft_s: float
     """Predicted duration of the chain in seconds if all its ranks are idle."""
+    planner: ChainPlanner
+    """Planner of the device of the ranks."""
+
+    @property
+    def layer_s(self) -> float:
+        """Return the predicted duration in seconds of the slowest layer of any rank. It is computed when it is read,
+        because it is read only for the chain that is selected."""
+        return self.planner.layer_s(self.chunks)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -103,22 +109,15 @@ class WidthPolicy:
     """Maximum delay that later jobs may cause to a job by being served before it, as a fraction of the delayed job's
     predicted time to first token."""
 
-    def chains(self, tokens: TokenRange, tenant: Tenant = DEFAULT_TENANT) -> "PromptChains":
-        """Return an object that plans chains in any group for the tokens `tokens` of a prompt of `tenant`."""
-        return PromptChains(self, tokens, tenant)
-
 
 class PromptChains:
-    """Plans the prefill of one prompt by a chain of ranks. Predicts each chain length (width) once and reuses the
-    result, because predictions take most of the time."""
+    """Plans the prefill of one prompt by a chain of ranks, in any group. Predicts each chain length (width) once and
+    reuses the result, because predictions take most of the time."""
 
-    def __init__(self, policy: WidthPolicy, tokens: TokenRange, tenant: Tenant) -> None:
+    def __init__(self, policy: WidthPolicy, tokens: TokenRange, tenant: Tenant = DEFAULT_TENANT) -> None:
         self._policy, self._planner, self._tokens, self._tenant = policy, policy.planner, tokens, tenant
         self._shapes: dict[int, _Shape] = {}
         """Cached divisions of the prompt with their predicted durations, by number of ranks."""
-        self._layers_s: dict[int, float] = {}
-        """Predicted duration in seconds of the slowest layer of any rank, by number of ranks. Computed only for the
-        numbers of ranks that were selected."""
 
     def plan(self, num_ranks: int, pending: Sequence[Pending], now_s: float) -> ChainPlan:
         """Return the best chain for the prompt in a group of `num_ranks` ranks. `pending` are the group's unfinished
@@ -142,7 +141,6 @@ class PromptChains:
         return ChainPlan(
             ranks=best.ranks,
             chunks=best.shape.chunks,
-            layer_s=self._layer_s(best.shape.chunks),
             job=Pending(due_s, latest_s, dict(zip(best.ranks, best.shape.rank_s, strict=True)), self._tenant),
             choice=WidthChoice(
                 width=len(best.ranks),
@@ -152,6 +150,7 @@ class PromptChains:
                 options=tuple(WidthOption(len(each.ranks), each.own_s, each.others_s) for each in places),
             ),
             ttft_s=best.shape.ttft_s,
+            planner=self._planner,
         )
 
     def _shape(self, width: int) -> _Shape:
@@ -159,12 +158,6 @@ class PromptChains:
             chunks = self._planner.chunks(self._tokens, width)
             self._shapes[width] = _Shape(chunks, self._planner.rank_s(chunks), self._planner.ttft_s(chunks))
         return self._shapes[width]
-
-    def _layer_s(self, chunks: tuple[TokenRange, ...]) -> float:
-        width = len(chunks)
-        if width not in self._layers_s:
-            self._layers_s[width] = self._planner.layer_s(chunks)
-        return self._layers_s[width]
 
 
 class _Group:
@@ -178,9 +171,8 @@ class _Group:
         self._yielding = yielding
         self._now_s = now_s
         self._num_earlier = self._num_before(sum(job.due_s <= due_s for job in pending))
-        self._finish_s = finishes_s(job.left_s for job in pending)
-        earlier_s = busy_s(job.left_s for job in pending[: self._num_earlier])
-        all_s = busy_s(job.left_s for job in pending)
+        _, earlier_s = finishes_s(job.left_s for job in pending[: self._num_earlier])
+        self._finish_s, all_s = finishes_s(job.left_s for job in pending)
         self._ranks = sorted(map(Rank, range(num_ranks)), key=lambda rank: (earlier_s[rank], all_s[rank], rank))
         """All ranks of the group, in the order in which they become free. Of ranks that become free at the same time,
         the one with less work comes first."""
@@ -204,7 +196,7 @@ class _Group:
             if is_late and not self._yielding[index]:
                 num_ahead = index + 1
         num_ahead = self._num_before(num_ahead)
-        ahead_s = busy_s(job.left_s for job in pending[:num_ahead])
+        _, ahead_s = finishes_s(job.left_s for job in pending[:num_ahead])
         return _PlacedChain(
             shape=shape,
             ranks=ranks,
@@ -226,8 +218,9 @@ class _Group:
     def _delays_s(self, own_left_s: Mapping[Rank, float], num_ahead: int) -> list[float]:
         """Return the delay in seconds that the new job causes to each job after the first `num_ahead` jobs."""
         lefts_s = [job.left_s for job in self._pending]
-        after_s = finishes_s([*lefts_s[:num_ahead], own_left_s, *lefts_s[num_ahead:]])[num_ahead + 1 :]
-        return [after - before for after, before in zip(after_s, self._finish_s[num_ahead:], strict=True)]
+        after_s, _ = finishes_s([*lefts_s[:num_ahead], own_left_s, *lefts_s[num_ahead:]])
+        pairs = zip(after_s[num_ahead + 1 :], self._finish_s[num_ahead:], strict=True)
+        return [after - before for after, before in pairs]
 
 
 def give_way(pending: Sequence[Pending], tenant: Tenant) -> list[bool]:
@@ -254,23 +247,14 @@ def spaced_widths(most: int) -> set[int]:
     return {width for width in range(1, most) if width % (1 << max(width.bit_length() - 3, 0)) == 0} | {most}
 
 
-def finishes_s(lefts_s: Iterable[Mapping[Rank, float]]) -> list[float]:
-    """Return, for each job, the seconds until it ends, if every rank serves the jobs in the given order. `lefts_s` has
-    the remaining seconds of work by rank for each job."""
+def finishes_s(lefts_s: Iterable[Mapping[Rank, float]]) -> tuple[list[float], Mapping[Rank, float]]:
+    """Return, for each job, the seconds until it ends, if every rank serves the jobs in the given order, and the total
+    seconds of work of each rank, which are 0 for ranks without work. `lefts_s` has the remaining seconds of work by
+    rank for each job."""
     busy: defaultdict[Rank, float] = defaultdict(float)
     finishes = []
     for left_s in lefts_s:
         for rank, seconds in left_s.items():
             busy[rank] += seconds
         finishes.append(max((busy[rank] for rank in left_s), default=0.0))
-    return finishes
-
-
-def busy_s(lefts_s: Iterable[Mapping[Rank, float]]) -> Mapping[Rank, float]:
-    """Return the total seconds of work of each rank. `lefts_s` has the remaining seconds of work by rank for each job.
-    The result is 0 for ranks without work."""
-    busy: defaultdict[Rank, float] = defaultdict(float)
-    for left_s in lefts_s:
-        for rank, seconds in left_s.items():
-            busy[rank] += seconds
-    return busy
+    return finishes, busy

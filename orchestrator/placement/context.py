@@ -84,5 +84,6 @@ class AttemptPrompt:
         key = id(planner), start
         if key not in self._chains:
             policy = replace(self.context.policy, planner=planner)
-            self._chains[key] = policy.chains(TokenRange(start, self.record.num_tokens), self.record.request.tenant)
+            tokens = TokenRange(start, self.record.num_tokens)
+            self._chains[key] = PromptChains(policy, tokens, self.record.request.tenant)
         return self._chains[key]

@@ -10,7 +10,7 @@ from baton.types import TokenRange
 from baton_lab.study.terms import chain_terms, local_terms
 from orchestrator.membership.view import GenerationGroup, PrefillGroup
 from orchestrator.placement.block_fetches import BlockFetch, PromptSources, node_of
-from orchestrator.placement.chain_width import ChainPlan
+from orchestrator.placement.chain_width import ChainPlan, PromptChains
 from orchestrator.placement.context import PlacementContext
 from orchestrator.requests.record import RequestRecord
 
@@ -95,7 +95,8 @@ class AllPairs:
         for start, fetch in self._starts(generation, group.prefix_store):
             tokens, fetch_s = TokenRange(start, self.record.num_tokens), 0.0 if fetch is None else fetch.predicted_s
             planner = outlook.planner_of(group)
-            chains = replace(outlook.policy, planner=planner).chains(tokens, self.record.request.tenant)
+            policy = replace(outlook.policy, planner=planner)
+            chains = PromptChains(policy, tokens, self.record.request.tenant)
             chain = chains.plan(len(group.endpoints), pending, outlook.clock.now_s())
             own_s = min(chain.choice.options, key=lambda option: option.cost_s).own_s
             terms = chain_terms(

@@ -16,7 +16,7 @@ from baton.types import Epoch, JobId, Rank, RequestId, TokenRange
 from orchestrator.membership.members import Membership
 from orchestrator.membership.prefill_queues import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
-from orchestrator.placement.chain_width import WidthPolicy
+from orchestrator.placement.chain_width import PromptChains, WidthPolicy
 from orchestrator.placement.chooser import Chooser
 from orchestrator.placement.context import AttemptPrompt
 from orchestrator.placement.options import ClusterSnapshot, GroupChain, Option, decide, order
@@ -30,7 +30,9 @@ A = GenerationGroup("a", "h:1", "layout", num_slots=2, max_slot_tokens=100)
 B = replace(A, name="b", endpoint="h:2", num_slots=4)
 P = PrefillGroup("p", ("h:3",), Epoch(1))
 PLANNER = deciding_planner()
-CHAIN = GroupChain(P, WidthPolicy(PLANNER, elastic=True, overtaking=0.1).chains(TokenRange(0, 9)).plan(1, (), 0.0))
+CHAIN = GroupChain(
+    P, PromptChains(WidthPolicy(PLANNER, elastic=True, overtaking=0.1), TokenRange(0, 9)).plan(1, (), 0.0)
+)
 
 
 def request(num_choices: int = 1) -> RequestRecord:

@@ -29,7 +29,7 @@ from baton_lab.traffic.choosing import plan_now
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, G, GenerationGroup, Group, PrefillGroup
 from orchestrator.placement.block_fetches import node_of
-from orchestrator.placement.chain_width import ChainPlan, busy_s, finishes_s
+from orchestrator.placement.chain_width import ChainPlan, PromptChains, finishes_s
 from orchestrator.placement.chooser import Chooser, Plan
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
@@ -182,10 +182,10 @@ class Case:
         jobs = context.members.prefill_queues.pending(group.incarnation, self.clock.now_s())
         lefts_s, num_ahead = [job.left_s for job in jobs], plan.choice.num_ahead
         own_s = dict(zip(plan.ranks, planner.rank_s(plan.chunks), strict=True))
-        begins_s = max(busy_s(lefts_s[:num_ahead])[rank] for rank in plan.ranks)
+        begins_s = max(finishes_s(lefts_s[:num_ahead])[1][rank] for rank in plan.ranks)
         ttft_s = planner.ttft_s(plan.chunks)
-        after_s = finishes_s([*lefts_s[:num_ahead], own_s, *lefts_s[num_ahead:]])[num_ahead + 1 :]
-        others_s = sum(after_s) - sum(finishes_s(lefts_s)[num_ahead:])
+        after_s = finishes_s([*lefts_s[:num_ahead], own_s, *lefts_s[num_ahead:]])[0][num_ahead + 1 :]
+        others_s = sum(after_s) - sum(finishes_s(lefts_s)[0][num_ahead:])
         blocks = PromptBlocks.of(record.request.prompt_ids, BLOCK, "layout", "")
         num_cached = blocks.cached_tokens(context.prefixes.num_held(generation.prefix_store, blocks.names))
         is_elsewhere = all(node_of(each) != node_of(generation.endpoint) for each in group.endpoints)
@@ -248,7 +248,9 @@ class Case:
         for job in range(number, number + self.rng.choice((0, 0, 1, 3))):
             tokens, queues = TokenRange(0, self._num_tokens()), believed.members.prefill_queues
             policy = replace(believed.policy, planner=believed.planner_of(group))
-            plan = policy.chains(tokens).plan(len(group.endpoints), queues.pending(group.incarnation, now_s), now_s)
+            plan = PromptChains(policy, tokens).plan(
+                len(group.endpoints), queues.pending(group.incarnation, now_s), now_s
+            )
             queues.add(group.incarnation, JobId(job), plan.job, now_s)
             left_s = dict(zip(plan.ranks, self._true_planner(group).rank_s(plan.chunks), strict=True))
             true.members.prefill_queues.add(group.incarnation, JobId(job), replace(plan.job, left_s=left_s), now_s)
