@@ -42,7 +42,6 @@ from orchestrator.autoscaling.prediction import Allocation
 from orchestrator.membership.members import Membership
 from orchestrator.membership.prefill_queues import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
-from orchestrator.placement.chain_width import WidthPolicy
 from orchestrator.placement.chooser import Chooser
 from orchestrator.requests.config import AutoscalingConfig, OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
@@ -125,7 +124,7 @@ def _busy(chooser: Chooser, members: Membership, work: ExitStack) -> None:
     now_s, num_groups = clock.now_s(), len(members.present.prefill)
     blocks = PromptBlocks.of(tuple(range(PROMPT)), OrchestratorConfig().block_tokens, "")
     for number in range(0, num_groups, max(num_groups // 8, 1)):
-        chooser.prefixes.use(members.present.prefill[number].prefix_store, blocks.names[: 1 + number % 5])
+        chooser.context.prefixes.use(members.present.prefill[number].prefix_store, blocks.names[: 1 + number % 5])
     for number, group in enumerate(members.present.prefill):
         for job in range(2):
             left_s = {Rank(0): 60.0 + 0.001 * ((7 * number + 3 * job) % 50)}
@@ -139,7 +138,7 @@ def _busy(chooser: Chooser, members: Membership, work: ExitStack) -> None:
         record.place(clock)
         generation = members.present.generation[number]
         work.enter_context(members.hold(generation.name, 1))
-        chooser.generation_load.place(record, generation.incarnation, chooser.context.planner_of(generation))
+        chooser.context.generation_load.place(record, generation.incarnation, chooser.context.planner_of(generation))
 
 
 def shortlist_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> float:
@@ -149,7 +148,7 @@ def shortlist_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> 
     for role in Role:
         for _ in range(num_groups // 2):
             fleet.start(role, after_s=0.0)
-    placing = Placing(fleet, planner, WidthPolicy(planner, elastic=True, overtaking=0.15), timeline)
+    placing = Placing(fleet, planner, OrchestratorConfig(), timeline)
     return _median_ms(lambda: placing.place(Asked(0, PROMPT, 200)), range(num_calls))
 
 

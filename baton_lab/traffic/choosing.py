@@ -84,7 +84,7 @@ class WholeChooser:
         record.place(self._clock, Attempt(placement=plan.placement))
         self._placed[asked.number] = _Placed(record, held)
         if asked.blocks:
-            self._chooser.prefixes.use(plan.chain.group.prefix_store, plan.blocks.names)
+            self._chooser.context.prefixes.use(plan.chain.group.prefix_store, plan.blocks.names)
         chain, terms = plan.chain.plan, plan.placement.chain
         assert terms is not None
         self.num_cached_tokens += chain.num_cached_tokens

@@ -19,9 +19,10 @@ from baton.types import TokenRange
 from baton_lab.study.terms import Batch, chain_terms
 from baton_lab.traffic.fleet import Fleet, Member
 from orchestrator.membership.prefill_queues import PrefillQueues
-from orchestrator.placement.chain_width import ChainPlan, PromptChains, WidthPolicy
+from orchestrator.placement.chain_width import ChainPlan, PromptChains
 from orchestrator.placement.options import ALIKE_S
 from orchestrator.placement.prefix_index import PrefixIndex
+from orchestrator.requests.config import OrchestratorConfig
 
 _NO_BATCH: Batch = (0.0, 0.0)
 """Batch of the generation group that is assumed when prefill groups are compared: (number of sequences, mean number of
@@ -77,13 +78,13 @@ class Placing:
     methods `sent` and `ended` do nothing."""
 
     def __init__(
-        self, fleet: Fleet, planner: ChainPlanner, policy: WidthPolicy, clock: Clock, *, max_blocks: int = 0
+        self, fleet: Fleet, planner: ChainPlanner, config: OrchestratorConfig, clock: Clock, *, max_blocks: int = 0
     ) -> None:
         """Create a placer over the groups of `fleet`. `max_blocks`: number of KV blocks that the prefix cache of each
         prefill group can hold; 0: no prefix cache."""
         self._fleet = fleet
         self._planner = planner
-        self._policy = policy
+        self._config = config
         self._clock = clock
         self._max_blocks = max_blocks
         self._prefixes = PrefixIndex(max_blocks or 1)
@@ -135,7 +136,7 @@ class Placing:
         held = self._prefixes.num_held(store, names) * asked.block_tokens if names else 0
         start = min(held, num_tokens - 1)
         if start not in chains:
-            chains[start] = PromptChains(self._policy, TokenRange(start, num_tokens))
+            chains[start] = PromptChains(self._planner, self._config, TokenRange(start, num_tokens))
         pending = self.prefill_queues.pending(member.prefill_view.incarnation, now_s)
         chain = chains[start].plan(len(member.prefill_view.endpoints), pending, now_s)
         own_s = chain.choice.predicted_s or 0.0

@@ -34,7 +34,6 @@ from baton_lab.traffic.service import GroupSizes, RecallingPlanner
 from baton_lab.traffic.traces.trace import Trace
 from orchestrator.admission.fair_queue import FairQueue
 from orchestrator.admission.gate import Admission, Entry
-from orchestrator.placement.chain_width import WidthPolicy
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 
@@ -117,8 +116,7 @@ class Simulation:
         self._admission = Admission(config, self.timeline, FairQueue())
         self.fleet = Fleet(sizes, planner.nominal, self.timeline, self._gaps)
         self.fleet.on_row_end = lambda number, end_s: self.timeline.at(end_s, partial(self._end, number))
-        policy = WidthPolicy(planner, elastic=config.elastic, overtaking=config.overtaking)
-        self.placing: Placer = Placing(self.fleet, planner, policy, self.timeline, max_blocks=max_blocks)
+        self.placing: Placer = Placing(self.fleet, planner, config, self.timeline, max_blocks=max_blocks)
         if whole_chooser:
             chosen = replace(config, disaggregation="always", block_tokens=trace.block_tokens)
             self.placing = WholeChooser(self.fleet, planner, self.timeline, chosen)

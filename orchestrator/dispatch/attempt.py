@@ -91,7 +91,7 @@ class AttemptRunner:
         """Component that selects the groups for each attempt."""
         self._members = members
         self._clients = clients
-        self._prefixes = prefixes = self.chooser.prefixes
+        self._prefixes = prefixes = self.chooser.context.prefixes
         self._stores = PrefixStores(members, clients, prefixes)
         self._chains = ChainRunner(members, clients, prefixes, clock, config)
         self._clock = clock
@@ -101,7 +101,7 @@ class AttemptRunner:
         numbers are larger than those of earlier orchestrators."""
         self._lease_reaper = LeaseReaper(members, clients, clock, lease_ttl_s=config.lease_ttl_s)
         self._stream_drainer = StreamDrainer(prefixes)
-        self._fetcher = BlockFetcher(clients, prefixes, self.chooser.sources, planner, clock)
+        self._fetcher = BlockFetcher(clients, prefixes, self.chooser.context.sources, planner, clock)
 
     async def close(self) -> None:
         """Wait for a bounded time until the resources of all past attempts have been freed. Call it only when no

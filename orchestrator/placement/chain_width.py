@@ -28,13 +28,14 @@ are listed in `orchestrator.membership.prefill_queues`. Does no I/O.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 
 from baton.planning.planner import ChainPlanner
 from baton.results.prefill_trace import WidthChoice, WidthOption
 from baton.types import Rank, TokenRange
 from orchestrator.membership.prefill_queues import Pending
+from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 
 
@@ -96,26 +97,16 @@ class _PlacedChain:
     others_s: float
 
 
-@dataclass(frozen=True)
-class WidthPolicy:
-    """Settings for planning the prefill of prompts by chains of ranks."""
-
-    planner: ChainPlanner
-    _: KW_ONLY
-    elastic: bool
-    """True if the number of ranks and the position in the queue are selected by cost. False if every prompt uses all
-    ranks, and prompts are served in order of arrival."""
-    overtaking: float
-    """Maximum delay that later jobs may cause to a job by being served before it, as a fraction of the delayed job's
-    predicted time to first token."""
-
-
 class PromptChains:
     """Plans the prefill of one prompt by a chain of ranks, in any group. Predicts each chain length (width) once and
     reuses the result, because predictions take most of the time."""
 
-    def __init__(self, policy: WidthPolicy, tokens: TokenRange, tenant: Tenant = DEFAULT_TENANT) -> None:
-        self._policy, self._planner, self._tokens, self._tenant = policy, policy.planner, tokens, tenant
+    def __init__(
+        self, planner: ChainPlanner, config: OrchestratorConfig, tokens: TokenRange, tenant: Tenant = DEFAULT_TENANT
+    ) -> None:
+        """Create a planner of chains for the tokens `tokens` of a prompt of `tenant`. `planner` is that of the ranks'
+        device."""
+        self._planner, self._config, self._tokens, self._tenant = planner, config, tokens, tenant
         self._shapes: dict[int, _Shape] = {}
         """Cached divisions of the prompt with their predicted durations, by number of ranks."""
 
@@ -123,7 +114,7 @@ class PromptChains:
         """Return the best chain for the prompt in a group of `num_ranks` ranks. `pending` are the group's unfinished
         jobs, in the order of service. `now_s` is the time in seconds on the orchestrator's monotonic clock.
         Deterministic."""
-        elastic = self._policy.elastic
+        elastic = self._config.elastic
         most = min(num_ranks, len(self._tokens), self._planner.max_ranks)
         spaced = spaced_widths(most) if elastic else {most}
         due_s = now_s + (min(self._shape(width).ttft_s for width in spaced) if elastic else 0.0)
@@ -137,7 +128,7 @@ class PromptChains:
         due_s = max([due_s, *(job.due_s for job in pending[: best.num_ahead])])
         if best.num_ahead < len(pending):  # jobs that give way may be due earlier
             due_s = min(due_s, math.nextafter(pending[best.num_ahead].due_s, -math.inf))
-        latest_s = now_s + best.own_s * (1 + self._policy.overtaking)
+        latest_s = now_s + best.own_s * (1 + self._config.overtaking)
         return ChainPlan(
             ranks=best.ranks,
             chunks=best.shape.chunks,

@@ -21,10 +21,9 @@ from baton.results.prefill_trace import Placement
 from baton.types import TokenRange
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import GenerationGroup
-from orchestrator.placement.block_fetches import BlockFetch, BlockSources
-from orchestrator.placement.chain_width import WidthPolicy
+from orchestrator.placement.block_fetches import BlockFetch
 from orchestrator.placement.context import AttemptPrompt, PlacementContext
-from orchestrator.placement.generation_load import NO_TOKENS, GenerationLoad
+from orchestrator.placement.generation_load import NO_TOKENS
 from orchestrator.placement.options import (
     ClusterSnapshot,
     GroupChain,
@@ -34,7 +33,6 @@ from orchestrator.placement.options import (
     decide,
     order,
 )
-from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.requests.config import Disaggregation, OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 
@@ -73,24 +71,13 @@ class Plan:
 
 class Chooser:
     """Selects groups for requests. Records each selection in the load of the generation group (see `plan`) and in
-    `generation_load`, and counts in `num_degraded` the attempts for which no prefill group was ready in time."""
+    `context.generation_load`, and counts in `num_degraded` the attempts for which no prefill group was ready in
+    time."""
 
     def __init__(self, members: Membership, planner: ChainPlanner, clock: Clock, config: OrchestratorConfig) -> None:
         self.num_degraded = 0
         """Number of attempts whose generation group prefilled by itself, because no prefill group was ready in time."""
-        self.prefixes = PrefixIndex()
-        """Index of the blocks in all prefix stores, as reported by workers. Updated by `orchestrator.dispatch` and
-        `orchestrator.workers.prefix_discovery`."""
-        self.generation_load = GenerationLoad()
-        """List of the attempts that run on each generation group."""
-        self.sources = BlockSources(members, self.prefixes, planner, clock)
-        """Prefix stores from which cached KV may be fetched. `orchestrator.dispatch` reports the result of each fetch
-        to this object."""
-        policy = WidthPolicy(planner, elastic=config.elastic, overtaking=config.overtaking)
-        self.context = PlacementContext(
-            *(members, planner, policy, self.prefixes, self.sources, self.generation_load, clock),
-            block_tokens=config.block_tokens,
-        )
+        self.context = PlacementContext(members, planner, clock, config)
         """State and settings on which predictions are based."""
         self._members = members
         self._config = config
@@ -159,12 +146,12 @@ class Chooser:
         has_room = self._members.load(generation.name).num_slots <= generation.num_slots and not option.lacks_memory
         local = None if option.chain is not None else option.terms
         tokens = TokenRange(option.start, record.num_tokens) if has_room else NO_TOKENS
-        self.generation_load.place(
+        self.context.generation_load.place(
             record, generation.incarnation, planner, local, tokens=tokens, now_s=self.context.clock.now_s()
         )
         blocks = snapshot.blocks(generation.layout_fingerprint)
         names = _slot_blocks(generation, blocks, option.chain, record.wants_prompt_scores)
-        finds_blocks = option.fetch is not None or bool(self.prefixes.num_held(generation.prefix_store, names))
+        finds_blocks = option.fetch is not None or bool(self.context.prefixes.num_held(generation.prefix_store, names))
         return Plan(
             *(generation, option.chain, placement, blocks, names),
             reserves=option.chain is not None or finds_blocks,

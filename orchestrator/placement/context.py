@@ -4,7 +4,6 @@ Read by `orchestrator.placement.options`. Runs on the event loop.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 
 from baton.planning.planner import ChainPlanner
 from baton.prefix_blocks import PromptBlocks
@@ -13,27 +12,29 @@ from baton.types import TokenRange
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import GenerationGroup, Group
 from orchestrator.placement.block_fetches import BlockSources
-from orchestrator.placement.chain_width import PromptChains, WidthPolicy
+from orchestrator.placement.chain_width import PromptChains
 from orchestrator.placement.generation_load import GenerationLoad
 from orchestrator.placement.prefix_index import PrefixIndex
+from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 
 _LEAST_STEPS = 32
 """Minimum number of steps from which an engine must have learnt its costs, so that they replace the planner's."""
 
 
-@dataclass(frozen=True)
 class PlacementContext:
     """State of the cluster and settings that predictions are based on. Owned by the chooser."""
 
-    members: Membership
-    planner: ChainPlanner
-    policy: WidthPolicy
-    prefixes: PrefixIndex
-    sources: BlockSources
-    generation_load: GenerationLoad
-    clock: Clock
-    block_tokens: int
+    def __init__(self, members: Membership, planner: ChainPlanner, clock: Clock, config: OrchestratorConfig) -> None:
+        self.members, self.planner, self.clock, self.config = members, planner, clock, config
+        self.prefixes = PrefixIndex()
+        """Index of the blocks in all prefix stores, as reported by workers. Updated by `orchestrator.dispatch` and
+        `orchestrator.workers.prefix_discovery`."""
+        self.sources = BlockSources(members, self.prefixes, planner, clock)
+        """Prefix stores from which cached KV may be fetched. `orchestrator.dispatch` reports the result of each fetch
+        to this object."""
+        self.generation_load = GenerationLoad()
+        """List of the attempts that run on each generation group."""
 
     def planner_of(self, group: Group) -> ChainPlanner:
         """Return the planner for the device on which the group's workers compute."""
@@ -74,7 +75,7 @@ class AttemptPrompt:
         if layout_fingerprint not in self._blocks:
             request = self.record.request
             token_ids = (*request.prompt_ids, *self.record.output_ids)
-            made = PromptBlocks.of(token_ids, self.context.block_tokens, layout_fingerprint, request.prefix_salt)
+            made = PromptBlocks.of(token_ids, self.context.config.block_tokens, layout_fingerprint, request.prefix_salt)
             self._blocks[layout_fingerprint] = made
         return self._blocks[layout_fingerprint]
 
@@ -83,7 +84,6 @@ class AttemptPrompt:
         `planner` predicts."""
         key = id(planner), start
         if key not in self._chains:
-            policy = replace(self.context.policy, planner=planner)
-            tokens = TokenRange(start, self.record.num_tokens)
-            self._chains[key] = PromptChains(policy, tokens, self.record.request.tenant)
+            tokens, config = TokenRange(start, self.record.num_tokens), self.context.config
+            self._chains[key] = PromptChains(planner, config, tokens, self.record.request.tenant)
         return self._chains[key]

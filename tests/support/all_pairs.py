@@ -95,8 +95,7 @@ class AllPairs:
         for start, fetch in self._starts(generation, group.prefix_store):
             tokens, fetch_s = TokenRange(start, self.record.num_tokens), 0.0 if fetch is None else fetch.predicted_s
             planner = outlook.planner_of(group)
-            policy = replace(outlook.policy, planner=planner)
-            chains = PromptChains(policy, tokens, self.record.request.tenant)
+            chains = PromptChains(planner, outlook.config, tokens, self.record.request.tenant)
             chain = chains.plan(len(group.endpoints), pending, outlook.clock.now_s())
             own_s = min(chain.choice.options, key=lambda option: option.cost_s).own_s
             terms = chain_terms(
@@ -138,7 +137,7 @@ class AllPairs:
 
     def _blocks(self, generation: GenerationGroup) -> PromptBlocks:
         request, layout = self.record.request, generation.layout_fingerprint
-        return PromptBlocks.of(request.prompt_ids, self.outlook.block_tokens, layout, request.prefix_salt)
+        return PromptBlocks.of(request.prompt_ids, self.outlook.config.block_tokens, layout, request.prefix_salt)
 
     def _priced(self, groups: list[PrefillGroup], generation: GenerationGroup) -> list[PrefillGroup]:
         """Return the groups that are compared, of which there are at most 16."""

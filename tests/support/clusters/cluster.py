@@ -171,7 +171,7 @@ class BareCluster(ClusterClient):
         jobs = [rank.engine.status().num_jobs for rank in self.ranks]
         booked = [
             len(self.members.prefill_queues),
-            len(self.server.orchestrator.scheduler.attempt_runner.chooser.generation_load),
+            len(self.server.orchestrator.scheduler.attempt_runner.chooser.context.generation_load),
         ]
         return [*await super().held(), *jobs, *booked]
 

@@ -14,7 +14,8 @@ from typing import cast
 from baton.planning.planner import ChainPlanner
 from baton.types import Epoch, JobId, Rank, RequestId, TokenRange
 from orchestrator.membership.prefill_queues import PrefillQueues
-from orchestrator.placement.chain_width import ChainPlan, PromptChains, WidthPolicy
+from orchestrator.placement.chain_width import ChainPlan, PromptChains
+from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 from prefill_workers.chain import ChainJob
 from prefill_workers.job import Job
@@ -66,7 +67,7 @@ class SimulatedGroup:
     """Simulated ranks and their future events. `now_s` is the time of the latest processed event."""
 
     planner: ChainPlanner
-    policy: WidthPolicy
+    config: OrchestratorConfig
     num_ranks: int
     now_s: float = 0.0
     sequencers: list[JobScheduler] = field(init=False)
@@ -96,7 +97,7 @@ class SimulatedGroup:
     def _arrive(self, number: JobId, arrival: Arrival) -> None:
         tokens = TokenRange(0, arrival.num_tokens)
         pending = self._backlog.pending(_LIFE, self.now_s)
-        plan = PromptChains(self.policy, tokens, arrival.tenant).plan(self.num_ranks, pending, self.now_s)
+        plan = PromptChains(self.planner, self.config, tokens, arrival.tenant).plan(self.num_ranks, pending, self.now_s)
         self._plans[number] = self.now_s, plan
         self._backlog.add(_LIFE, number, plan.job, self.now_s)
         prompt = range(arrival.num_tokens)

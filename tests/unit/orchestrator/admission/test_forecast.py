@@ -168,7 +168,7 @@ def test_what_is_cached_need_not_be_computed() -> None:
     cluster = Cluster()
     record = request(200)
     blocks = PromptBlocks.of(record.request.prompt_ids, 32, "layout", record.request.prefix_salt)
-    cluster.chooser.prefixes.use(GROUP.prefix_store, blocks.names)
+    cluster.chooser.context.prefixes.use(GROUP.prefix_store, blocks.names)
     assert cluster.chain_s(record) < 0.01  # 8 of 200 tokens are left
     assert cluster.chain_s(replace(record, request=replace(record.request, prefix_salt="another"))) > 0.08
 
@@ -186,7 +186,7 @@ def test_the_best_group_that_could_take_it_counts() -> None:
     cluster.members.update(ClusterView((), (away, full, *cluster.members.view.generation)))
     for group in (away, full):
         names = PromptBlocks.of(record.request.prompt_ids, 32, group.layout_fingerprint, "").names
-        cluster.chooser.prefixes.use(group.prefix_store, names)
+        cluster.chooser.context.prefixes.use(group.prefix_store, names)
     assert cluster.chain_s(record) > 0.08  # nothing is cached at the one group with room
     cluster.members.update(ClusterView((), (away, full)))
     assert 0 < cluster.chain_s(record) < 0.01  # none has room: once it has

@@ -84,7 +84,9 @@ class Cluster:
             self._hold_back(group.name)
             if group.prefix_store:
                 names = PromptBlocks.of(PROMPT, BLOCK, self.rng.choice(LAYOUTS)).names
-                self.chooser.prefixes.use(group.prefix_store, names[: self.rng.choice((0, 0, 1, 4, 9, len(names)))])
+                self.chooser.context.prefixes.use(
+                    group.prefix_store, names[: self.rng.choice((0, 0, 1, 4, 9, len(names)))]
+                )
 
     def serve(self, held: ExitStack) -> None:
         """Give groups a few requests, each where the chooser wants it."""
@@ -234,8 +236,8 @@ async def test_which_chain_is_cheapest_depends_on_how_much_kv_it_pushes(num_cach
     members.update(ClusterView((short, whole), (group,)))
     members.prefill_queues.add(short.incarnation, JobId(1), Pending(0.0, 1e9, {Rank(0): 0.1}), 1000.0)
     names = PromptBlocks.of(PROMPT, BLOCK, "layout").names
-    chooser.prefixes.use("short", names[: 192 // BLOCK])
-    chooser.prefixes.use("group", names[: num_cached // BLOCK])
+    chooser.context.prefixes.use("short", names[: 192 // BLOCK])
+    chooser.context.prefixes.use("group", names[: num_cached // BLOCK])
     with ExitStack() as held:
         plan = await chooser.plan(asked_for(PROMPT), held, fetches=False)
     assert plan.chain is not None and plan.chain.group == (short if num_cached else whole)

@@ -72,7 +72,7 @@ class Cluster:
         self.members.update(ClusterView((CHAIN,), self.groups))
         self.chooser = Chooser(self.members, self.planner, self.clock, self.config)
         for store, number in self.held.items():
-            self.chooser.prefixes.use(store, NAMES[:number])
+            self.chooser.context.prefixes.use(store, NAMES[:number])
 
     async def plan(
         self, record: RequestRecord | None = None, *, uses_cached: bool = True, fetches: bool = True
@@ -134,10 +134,10 @@ async def test_the_store_with_most_blocks_is_asked_and_of_equals_one_on_the_same
 
 async def test_after_a_failure_another_store_is_asked_for_a_while() -> None:
     cluster = Cluster({"far": 3, "near": 2}, (HERE, FAR, NEAR))
-    cluster.chooser.sources.failed(await cluster.fetch())
+    cluster.chooser.context.sources.failed(await cluster.fetch())
     second = await cluster.fetch()
     assert second.source.store == "near"
-    cluster.chooser.sources.failed(second)
+    cluster.chooser.context.sources.failed(second)
     assert (await cluster.plan()).fetch is None
     cluster.clock.advance(1.01)
     assert (await cluster.fetch()).source.store == "far"
@@ -145,7 +145,7 @@ async def test_after_a_failure_another_store_is_asked_for_a_while() -> None:
 
 async def test_a_pause_ends_with_a_fetch_that_goes_well_and_grows_with_one_that_does_not() -> None:
     cluster = Cluster({"far": 3})
-    sources, fetch = cluster.chooser.sources, await cluster.fetch()
+    sources, fetch = cluster.chooser.context.sources, await cluster.fetch()
     sources.failed(fetch)
     cluster.clock.advance(1.01)
     assert sources.began(fetch)
@@ -162,12 +162,12 @@ async def test_a_store_that_is_gone_has_no_pause() -> None:
     cluster = Cluster({"far": 3, "near": 3}, (HERE, FAR, NEAR))
     fetch = await cluster.fetch()
     assert fetch.source.store == "near"
-    cluster.chooser.sources.failed(fetch)
+    cluster.chooser.context.sources.failed(fetch)
     cluster.members.update(ClusterView((CHAIN,), (HERE, FAR)))
     other = await cluster.fetch()
     assert other.source.store == "far"
-    cluster.chooser.sources.failed(other)
-    assert cluster.chooser.sources._failed == {other.pair}
+    cluster.chooser.context.sources.failed(other)
+    assert cluster.chooser.context.sources._failed == {other.pair}
 
 
 async def test_drained_groups_are_asked_and_those_that_are_not_ready_are_not() -> None:
@@ -197,7 +197,7 @@ async def test_a_chain_begins_behind_what_its_node_fetches_from_the_group_that_g
     assert plan.placement.chain.fetch_s == pytest.approx(FETCH_S)
     failed = cluster.chooser.replan(plan, record)
     assert failed.chain is not None and failed.chain.plan.num_cached_tokens == 0
-    cluster.chooser.prefixes.use("chain", plan.fetch.names)
+    cluster.chooser.context.prefixes.use("chain", plan.fetch.names)
     fetched = cluster.chooser.replan(plan, record)
     assert fetched.chain is not None and fetched.chain.plan.num_cached_tokens == 96
 

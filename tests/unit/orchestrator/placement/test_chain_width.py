@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from baton.planning.cost_model import CostModel, LinkModel
 from baton.types import Rank, TokenRange
 from orchestrator.membership.prefill_queues import Pending
-from orchestrator.placement.chain_width import ChainPlan, PromptChains, WidthPolicy, finishes_s, spaced_widths
+from orchestrator.placement.chain_width import ChainPlan, PromptChains, finishes_s, spaced_widths
+from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import Tenant
 from tests.support.clusters.planners import linear_planner, planner_of
 
@@ -32,8 +33,8 @@ def job(due_s: float, *left_s: float, patience_s: float = 1e6, tenant: Tenant = 
 def plan(
     num_tokens: int, *pending: Pending, num_ranks: int = 2, overtaking: float = 0.15, tenant: Tenant = OURS
 ) -> ChainPlan:
-    policy = WidthPolicy(linear_planner(), elastic=True, overtaking=overtaking)
-    return PromptChains(policy, prompt(num_tokens), tenant).plan(num_ranks, pending, NOW_S)
+    planner, config = linear_planner(), OrchestratorConfig(elastic=True, overtaking=overtaking)
+    return PromptChains(planner, config, prompt(num_tokens), tenant).plan(num_ranks, pending, NOW_S)
 
 
 def test_an_idle_group_serves_a_prompt_with_all_ranks() -> None:
@@ -138,28 +139,28 @@ def test_others_first_jobs_give_way_to_nobody() -> None:
 
 
 def test_an_inelastic_group_knows_no_tenants() -> None:
-    policy = WidthPolicy(linear_planner(), elastic=False, overtaking=0.15)
+    planner, config = linear_planner(), OrchestratorConfig(elastic=False, overtaking=0.15)
     theirs = [job(-0.1, 0.5, 0.5, tenant=THEIRS)] * 3
-    assert PromptChains(policy, prompt(100), OURS).plan(2, theirs, NOW_S).choice.num_ahead == 3
+    assert PromptChains(planner, config, prompt(100), OURS).plan(2, theirs, NOW_S).choice.num_ahead == 3
 
 
 def test_under_load_a_prompt_takes_the_ranks_that_it_uses_well() -> None:
-    policy = WidthPolicy(planner_of(FIXED), elastic=True, overtaking=0.15)
+    planner, config = planner_of(FIXED), OrchestratorConfig(elastic=True, overtaking=0.15)
     ahead = [job(0.0, 0.01, 0.01)] * 8
-    assert len(PromptChains(policy, prompt(100)).plan(2, (), NOW_S).ranks) == 2
-    assert len(PromptChains(policy, prompt(100)).plan(2, ahead, NOW_S).ranks) == 1
-    assert len(PromptChains(policy, prompt(8000)).plan(2, ahead, NOW_S).ranks) == 2
+    assert len(PromptChains(planner, config, prompt(100)).plan(2, (), NOW_S).ranks) == 2
+    assert len(PromptChains(planner, config, prompt(100)).plan(2, ahead, NOW_S).ranks) == 1
+    assert len(PromptChains(planner, config, prompt(8000)).plan(2, ahead, NOW_S).ranks) == 2
 
 
 def test_one_rank_suffices_where_a_second_saves_nothing() -> None:
     costs = CostModel(num_layers=10, linear_s=1e-4, pair_s=0.0, kv_bytes=0, project_share=0.0, issue_s=0.1)
-    policy = WidthPolicy(planner_of(costs), elastic=True, overtaking=0.15)
-    assert PromptChains(policy, prompt(100)).plan(2, (), NOW_S).ranks == (0,)
+    planner, config = planner_of(costs), OrchestratorConfig(elastic=True, overtaking=0.15)
+    assert PromptChains(planner, config, prompt(100)).plan(2, (), NOW_S).ranks == (0,)
 
 
 def test_inelastic_is_all_ranks_and_first_come_first_served() -> None:
-    policy = WidthPolicy(linear_planner(), elastic=False, overtaking=0.15)
-    planned = PromptChains(policy, prompt(100)).plan(3, [job(-1.0, 5.0)], NOW_S)
+    planner, config = linear_planner(), OrchestratorConfig(elastic=False, overtaking=0.15)
+    planned = PromptChains(planner, config, prompt(100)).plan(3, [job(-1.0, 5.0)], NOW_S)
     assert planned.ranks == (0, 1, 2)
     assert planned.job.due_s == NOW_S
     assert [option.width for option in planned.choice.options] == [3]
@@ -193,9 +194,12 @@ in_flight = st.lists(jobs, max_size=6).map(lambda each: sorted(each, key=lambda 
 
 @given(num_tokens=st.integers(1, 8000), pending=in_flight, costly=st.booleans())
 def test_of_any_widths_the_one_that_costs_least(num_tokens: int, pending: list[Pending], costly: bool) -> None:
-    policy = WidthPolicy(planner_of(FIXED) if costly else linear_planner(), elastic=True, overtaking=0.15)
-    planned = PromptChains(policy, prompt(num_tokens)).plan(3, pending, NOW_S)
-    assert planned == PromptChains(policy, prompt(num_tokens)).plan(3, pending, NOW_S)
+    planner, config = (
+        planner_of(FIXED) if costly else linear_planner(),
+        OrchestratorConfig(elastic=True, overtaking=0.15),
+    )
+    planned = PromptChains(planner, config, prompt(num_tokens)).plan(3, pending, NOW_S)
+    assert planned == PromptChains(planner, config, prompt(num_tokens)).plan(3, pending, NOW_S)
     assert planned.cost_s == planned.choice.options[planned.choice.width - 1].cost_s
     assert all(planned.cost_s <= option.cost_s for option in planned.choice.options)
     assert list(planned.ranks) == sorted(set(planned.ranks)) and planned.ranks[-1] < 3
@@ -243,10 +247,10 @@ WIDE = CostModel(30, linear_s=3e-5, pair_s=1e-8, kv_bytes=768, fixed_s=1e-4, lin
 def test_few_widths_tell_as_much_as_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """On 24 ranks with random jobs in flight: within 1 % of the best of all widths, but for one case in twenty."""
     rng = random.Random(5)
-    policy = WidthPolicy(planner_of(WIDE, max_ranks=24, max_tokens=32), elastic=True, overtaking=0.15)
+    planner, config = planner_of(WIDE, max_ranks=24, max_tokens=32), OrchestratorConfig(elastic=True, overtaking=0.15)
     losses, num_compared = [], []
     for num_tokens in (300, 3000, 12_000):
-        chains = PromptChains(policy, prompt(num_tokens))
+        chains = PromptChains(planner, config, prompt(num_tokens))
         for _ in range(20):
             jobs = [
                 Pending(

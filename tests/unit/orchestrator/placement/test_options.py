@@ -16,7 +16,7 @@ from baton.types import Epoch, JobId, Rank, RequestId, TokenRange
 from orchestrator.membership.members import Membership
 from orchestrator.membership.prefill_queues import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
-from orchestrator.placement.chain_width import PromptChains, WidthPolicy
+from orchestrator.placement.chain_width import PromptChains
 from orchestrator.placement.chooser import Chooser
 from orchestrator.placement.context import AttemptPrompt
 from orchestrator.placement.options import ClusterSnapshot, GroupChain, Option, decide, order
@@ -30,9 +30,7 @@ A = GenerationGroup("a", "h:1", "layout", num_slots=2, max_slot_tokens=100)
 B = replace(A, name="b", endpoint="h:2", num_slots=4)
 P = PrefillGroup("p", ("h:3",), Epoch(1))
 PLANNER = deciding_planner()
-CHAIN = GroupChain(
-    P, PromptChains(WidthPolicy(PLANNER, elastic=True, overtaking=0.1), TokenRange(0, 9)).plan(1, (), 0.0)
-)
+CHAIN = GroupChain(P, PromptChains(PLANNER, OrchestratorConfig(overtaking=0.1), TokenRange(0, 9)).plan(1, (), 0.0))
 
 
 def request(num_choices: int = 1) -> RequestRecord:
@@ -141,7 +139,7 @@ def test_of_many_groups_those_with_the_prompt_s_blocks_and_the_least_load_are_pr
         members.prefill_queues.add(group.incarnation, JobId(1), Pending(0.0, 1e9, {Rank(0): 1.0 + number}), 1000.0)
     record = request()
     prompt = AttemptPrompt(chooser.context, record)
-    chooser.prefixes.use("s38", prompt.blocks("layout").names[:1])
+    chooser.context.prefixes.use("s38", prompt.blocks("layout").names[:1])
     snapshot = ClusterSnapshot(prompt)
     priced = [group.name for group in snapshot._sample(prefill, "layout")]
     assert priced == ["p38", "p39", *(f"p{number}" for number in range(14))]

@@ -152,7 +152,7 @@ async def test_the_cheaper_way_is_taken(num_tokens: int, busy_s: float, num_rows
 async def test_what_is_cached_is_not_computed_and_not_pushed() -> None:
     cluster, record = Cluster(), request(100)
     names = cluster.names(record)
-    cluster.chooser.prefixes.use("group", names)
+    cluster.chooser.context.prefixes.use("group", names)
     placement = await cluster.place(record)
     assert placement.reason == "local_faster"
     assert placement.local is not None
@@ -216,7 +216,7 @@ async def test_a_group_that_was_slow_is_tried_again_after_many_decisions() -> No
 
 async def test_a_prompt_that_is_scored_is_computed_from_its_beginning() -> None:
     cluster, record = Cluster(), request(100, replace(PARAMS, prompt_logprobs=1))
-    cluster.chooser.prefixes.use("group", cluster.names(record))
+    cluster.chooser.context.prefixes.use("group", cluster.names(record))
     placement = await cluster.place(record)
     assert placement.local is not None and placement.local.prefill_s == pytest.approx(alone_s(100))
 
@@ -259,7 +259,7 @@ async def test_a_request_goes_to_the_group_that_has_its_prefix() -> None:
     cluster, record = Cluster(), request(100)
     other = replace(GROUP, name="other", endpoint="h:3", prefix_store="other")
     cluster.members.update(ClusterView((CHAIN,), (GROUP, other)))
-    cluster.chooser.prefixes.use("other", cluster.names(record))
+    cluster.chooser.context.prefixes.use("other", cluster.names(record))
     assert (await cluster.plan(record)).generation == other
     assert (await cluster.plan(request(100, first=500))).generation == GROUP
 

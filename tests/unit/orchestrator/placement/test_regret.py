@@ -247,8 +247,7 @@ class Case:
         believed, true = (chooser.context for chooser in (self.belief, self.truth))
         for job in range(number, number + self.rng.choice((0, 0, 1, 3))):
             tokens, queues = TokenRange(0, self._num_tokens()), believed.members.prefill_queues
-            policy = replace(believed.policy, planner=believed.planner_of(group))
-            plan = PromptChains(policy, tokens).plan(
+            plan = PromptChains(believed.planner_of(group), believed.config, tokens).plan(
                 len(group.endpoints), queues.pending(group.incarnation, now_s), now_s
             )
             queues.add(group.incarnation, JobId(job), plan.job, now_s)
@@ -261,7 +260,7 @@ class Case:
         if store and self.rng.random() < 0.5:
             held = names[: self.rng.randint(1, len(names))]
             for chooser in (self.belief, self.truth):
-                chooser.prefixes.use(store, held)
+                chooser.context.prefixes.use(store, held)
 
     def _num_tokens(self) -> int:
         return round(2 ** self.rng.uniform(6, 13))

@@ -249,7 +249,7 @@ async def test_the_next_orchestrator_hears_what_was_stored(folder: Path) -> None
         first = await ask_turn(made, FIRST, PARAMS)
         await made.server.stop()
         async with made.serving(LOCAL):
-            held = made.server.orchestrator.scheduler.attempt_runner.chooser.prefixes
+            held = made.server.orchestrator.scheduler.attempt_runner.chooser.context.prefixes
             await ask_turn(made, prompt(8, seed=9), SHORT)  # the store is asked when a request comes
             await eventually(lambda: asyncio.sleep(0, len(held)), lambda number: number == 5)
             assert (await ask_turn(made, first.then(20, seed=1), SHORT)).num_cached == 80

@@ -155,7 +155,7 @@ async def test_a_source_that_is_gone_costs_a_try_and_gets_a_pause(nodes: list[Pa
         second = await turn(made, first.then(20, seed=0), 1)
         assert (second.num_cached, second.num_fetched) == (0, 0)
         assert second.shortfall
-        assert len(made.server.orchestrator.scheduler.attempt_runner.chooser.sources._failed) == 1
+        assert len(made.server.orchestrator.scheduler.attempt_runner.chooser.context.sources._failed) == 1
         del made.fronts[port]
         made.members.update(made.view())
 

@@ -7,8 +7,9 @@ from statistics import mean
 import pytest
 
 from baton.planning.cost_model import CostModel
+from baton.planning.planner import ChainPlanner
 from baton.types import TokenRange
-from orchestrator.placement.chain_width import WidthPolicy
+from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import Tenant
 from tests.support.clusters.planners import planner_of
 from tests.support.engines.chain_simulation import Arrival, Served, SimulatedGroup, mean_ttft_s
@@ -18,16 +19,19 @@ COST = CostModel(num_layers=10, linear_s=4e-5, pair_s=1.4e-8, kv_bytes=0, fixed_
 LONG, SHORT = 6000, 256
 
 
-def elastic(overtaking: float = 0.15) -> WidthPolicy:
-    return WidthPolicy(planner_of(COST), elastic=True, overtaking=overtaking)
+Policy = tuple[ChainPlanner, OrchestratorConfig]
 
 
-def first_come(max_ranks: int = 4) -> WidthPolicy:
-    return WidthPolicy(planner_of(COST, max_ranks=max_ranks), elastic=False, overtaking=0.0)
+def elastic(overtaking: float = 0.15) -> Policy:
+    return planner_of(COST), OrchestratorConfig(overtaking=overtaking)
 
 
-def served_by(policy: WidthPolicy, num_ranks: int, arrivals: list[Arrival]) -> list[Served]:
-    return SimulatedGroup(planner_of(COST), policy, num_ranks).run(arrivals)
+def first_come(max_ranks: int = 4) -> Policy:
+    return planner_of(COST, max_ranks=max_ranks), OrchestratorConfig(elastic=False, overtaking=0.0)
+
+
+def served_by(policy: Policy, num_ranks: int, arrivals: list[Arrival]) -> list[Served]:
+    return SimulatedGroup(*policy, num_ranks).run(arrivals)
 
 
 def alone_s(num_tokens: int, num_ranks: int) -> float:
@@ -49,8 +53,8 @@ def arrivals_at(load: float, num_ranks: int, seed: int) -> list[Arrival]:
 def test_short_prompts_behind_long_ones() -> None:
     planner = planner_of(replace(COST, fixed_s=1e-3))
     arrivals = [Arrival(0.0, LONG), Arrival(0.001, LONG), *(Arrival(0.2 + 0.2 * n, SHORT) for n in range(10))]
-    policies = [WidthPolicy(planner, elastic=elastic, overtaking=0.15) for elastic in (True, False)]
-    ours, theirs = (SimulatedGroup(planner, policy, 2).run(arrivals) for policy in policies)
+    configs = [OrchestratorConfig(elastic=elastic) for elastic in (True, False)]
+    ours, theirs = (SimulatedGroup(planner, config, 2).run(arrivals) for config in configs)
     assert mean_ttft_s(theirs[2:]) > 3 * mean_ttft_s(ours[2:])
     assert mean_ttft_s(ours[:2]) < 1.15 * mean_ttft_s(theirs[:2])
 

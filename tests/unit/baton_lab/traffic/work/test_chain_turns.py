@@ -13,7 +13,8 @@ from baton_lab.study.known_hardware import HARDWARE
 from baton_lab.study.known_models import SHAPES
 from baton_lab.traffic.work.chain_turns import ChainTurns
 from orchestrator.membership.prefill_queues import Pending
-from orchestrator.placement.chain_width import ChainPlan, PromptChains, WidthPolicy
+from orchestrator.placement.chain_width import ChainPlan, PromptChains
+from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.planners import planner_of
 
 FLAT = CostModel(num_layers=4, linear_s=1.0, pair_s=0.0, kv_bytes=0, project_share=0.5)
@@ -37,8 +38,8 @@ REAL = derive(SHAPES["llama-3.1-8b"], HARDWARE["h100-flash"])
 )
 def test_a_chain_alone_takes_what_is_predicted(num_ranks: int, num_tokens: int, cost: CostModel) -> None:
     planner = planner_of(cost, max_ranks=num_ranks)
-    policy = WidthPolicy(planner, elastic=False, overtaking=0.15)
-    plan = PromptChains(policy, TokenRange(0, num_tokens)).plan(num_ranks, (), 0.0)
+    config = OrchestratorConfig(elastic=False)
+    plan = PromptChains(planner, config, TokenRange(0, num_tokens)).plan(num_ranks, (), 0.0)
     group = ChainTurns(num_ranks, cost)
     group.add(7, plan, 10.0)
     parts, jobs = group.advance(LATE_S)
