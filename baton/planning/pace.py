@@ -39,14 +39,11 @@ class Pace:
 
     def __init__(self) -> None:
         """Create an estimate without observations."""
+        self.factor = 1.0
+        """Factor by which operations take longer than their nominal prediction. 1 if nothing was observed."""
         self._recent: deque[tuple[float, float]] = deque(maxlen=NUM_RECENT)
         """Recent operations, each as (observed seconds, predicted seconds)."""
         self._passed_over = PassedOver()
-
-    @property
-    def factor(self) -> float:
-        """Factor by which operations take longer than their nominal prediction. 1 if nothing was observed."""
-        return median_ratio(self._recent)
 
     def note(self, observed_s: float, predicted_s: float) -> None:
         """Record an observed duration of `observed_s` seconds. `predicted_s` is the nominal prediction in seconds,
@@ -54,12 +51,14 @@ class Pace:
         if predicted_s > 0:
             self._passed_over.reset()
             self._recent.append((observed_s, predicted_s))
+            self.factor = median_ratio(self._recent)
 
     def pass_over(self) -> None:
         """Record that the option whose duration this object predicts (for example, fetching cached KV) was not chosen.
         After many such decisions in a row, the oldest observation is dropped."""
         if self._passed_over.count() and self._recent:
             self._recent.popleft()
+            self.factor = median_ratio(self._recent)
 
 
 def median_ratio(operations: Iterable[tuple[float, float]]) -> float:
