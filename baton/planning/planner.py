@@ -220,9 +220,9 @@ class ChainPlanner:
         The time is computed from the link's nominal latency, and from its bandwidth as observed at earlier pushes or,
         before the first push, from its nominal bandwidth.
         """
-        link, num_layers = self.nominal.prefill.link, self.cost.num_layers
-        moved_s = self._push_pace.factor * num_tokens * self.cost.kv_bytes * num_layers / link.bandwidth
-        return link.latency_s + max(moved_s / num_layers, moved_s - prefill_s)
+        cost, link = self.nominal.prefill, self.nominal.prefill.link
+        moved_s = self._push_pace.factor * num_tokens * cost.kv_bytes * cost.num_layers / link.bandwidth
+        return link.latency_s + max(moved_s / cost.num_layers, moved_s - prefill_s)
 
     def transfer_s(self, num_pushed: int, prefill_s: float, *, is_elsewhere: bool) -> float:
         """Return the time in seconds from the end of a chain's computation until the generation group has the KV of

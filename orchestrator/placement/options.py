@@ -23,7 +23,6 @@ from baton.prefix_blocks import PromptBlocks
 from baton.results.prefill_trace import Placement, PlacementTerms
 from baton.types import TokenRange
 from orchestrator.membership.members import Membership
-from orchestrator.membership.prefill_queues import Pending
 from orchestrator.membership.view import ClusterView, G, GenerationGroup, Group, PrefillGroup
 from orchestrator.placement.block_fetches import BlockFetch, PromptSources, node_of
 from orchestrator.placement.chain_width import ChainPlan
@@ -102,8 +101,8 @@ class ClusterSnapshot:
         """Groups that may get new work."""
         self._context = prompt.context
         self._prompt = prompt
-        self.uses_cached = uses_cached
-        self._fetches = uses_cached and fetches
+        self.uses_cached = uses_cached and not prompt.record.wants_prompt_scores  # scores need all logits
+        self._fetches = self.uses_cached and fetches
         self._held = held
         self._now_s = prompt.context.clock.now_s()
         self._cached: dict[tuple[str, str], int] = {}
@@ -114,15 +113,12 @@ class ClusterSnapshot:
         self._chains: dict[tuple[str, frozenset[Hashable]], list[tuple[float, GroupChain]]] = {}
         """Possible chains for the prompt in ready prefill groups, each with its cost in seconds without the transfer of
         KV. The key is the fingerprint of the KV layout and the set of incarnations that were excluded."""
-        self._idle: dict[tuple[int, int, int], ChainPlan] = {}
-        """Plans of chains in groups without unfinished jobs, by planner, position of the first token to compute and
-        number of ranks."""
+        self._plans: dict[tuple[int, int, int, Hashable], ChainPlan] = {}
+        """Plans of chains, by planner, position of the first token to compute, number of ranks, and incarnation of the
+        group. Groups without unfinished jobs share a plan, with None as the incarnation."""
         self._alone_s: dict[tuple[int, int], float | None] = {}
         """Predicted seconds of a prefill on a generation group that runs no other sequences, by planner and position of
         the first token to compute. None if the time cannot be predicted."""
-        self._transfers_s: dict[tuple[int, int, float, bool], float] = {}
-        """Predicted seconds of transfers of KV, by planner, number of tokens, duration of the chain, and whether no
-        rank of the chain is on the generation group's node."""
         self._steps_s: dict[str, float] = {}
         """Predicted seconds of a decode step of each generation group, by name."""
 
@@ -145,7 +141,7 @@ class ClusterSnapshot:
             lacks_memory = self._lacks_memory(group)
             chains = self.by_chains(group, avoid, lacks_memory) if by_chain else []
             is_compared = not chains or not lacks_memory  # the wait for memory is unknown
-            local = self._locals(group, lacks_memory) if is_compared else []
+            local = self._locals(group, lacks_memory) if is_compared else ()
             found += [*chains, *(each for each in local if each.terms is not None or not chains)]
         return found
 
@@ -159,7 +155,8 @@ class ClusterSnapshot:
         node = node_of(generation.endpoint)
         best: dict[bool, tuple[float, float, GroupChain]] = {}
         for alone_s, chain in self._chains_for(generation, avoid):
-            moved_s = self._transfer_s(chain, num_missing, is_elsewhere=node not in chain.nodes)
+            planner, is_elsewhere = self._context.planner_of(chain.group), node not in chain.nodes
+            moved_s = planner.transfer_s(num_missing, chain.plan.ttft_s, is_elsewhere=is_elsewhere)
             cost_s = round(alone_s + moved_s, _DIGITS)
             known = best.get(chain.fetch is not None)
             if known is None or cost_s < known[0]:
@@ -170,32 +167,20 @@ class ClusterSnapshot:
             for _, (_, moved_s, chain) in sorted(best.items(), key=lambda each: each[0])
         ]
 
-    def _locals(self, generation: GenerationGroup, lacks_memory: bool) -> list[Option]:
-        """Return the options to prefill on the generation group itself: behind the blocks that its node has cached and,
-        if further blocks can be fetched, behind these."""
-        if self.record.wants_prompt_scores:
-            return [Option(generation, self._local_terms(generation, 0, 0.0), lacks_memory=lacks_memory)]
-        start = self._cached_tokens(generation.layout_fingerprint, generation.prefix_store)
-        plain = self._local_terms(generation, start, 0.0)
-        options = [Option(generation, plain, lacks_memory=lacks_memory, start=start)]
-        if (fetch := self._fetch(generation, generation.prefix_store)) is not None:
-            terms = self._local_terms(generation, fetch.num_tokens, fetch.predicted_s)
-            options.append(Option(generation, terms, None, fetch, lacks_memory, fetch.num_tokens))
-        return options
-
-    def _local_terms(self, generation: GenerationGroup, start: int, fetch_s: float) -> PlacementTerms | None:
-        """Return the costs of a prefill by the generation group from position `start`, after a fetch of `fetch_s`
-        seconds. Return None if they cannot be predicted."""
-        context, planner = self._context, self._context.planner_of(generation)
-        tokens, key = TokenRange(start, self.record.num_tokens), (id(planner), start)
-        if key not in self._alone_s:
-            self._alone_s[key] = planner.alone_s(tokens)
-        found = planner.local_s(tokens, self._step_s(generation), self._alone_s[key])
-        if found is None:
-            return None
-        prefill_s, steps_s = found
-        queue_s = max(context.generation_load.queue_s(generation.incarnation, self._now_s) - fetch_s, 0.0)
-        return PlacementTerms(queue_s, prefill_s, steps_s, transfer_s=0.0, others_s=0.0, fetch_s=fetch_s)
+    def _locals(self, generation: GenerationGroup, lacks_memory: bool) -> Iterator[Option]:
+        """Yield the options to prefill on the generation group itself, one for each start (see `_starts`)."""
+        planner, step_s = self._context.planner_of(generation), self._step_s(generation)
+        queue_s = self._context.generation_load.queue_s(generation.incarnation, self._now_s)
+        for start, fetch in self._starts(generation.layout_fingerprint, generation.prefix_store):
+            tokens, key = TokenRange(start, self.record.num_tokens), (id(planner), start)
+            if key not in self._alone_s:
+                self._alone_s[key] = planner.alone_s(tokens)
+            terms, found = None, planner.local_s(tokens, step_s, self._alone_s[key])
+            if found is not None:
+                fetch_s = 0.0 if fetch is None else fetch.predicted_s
+                left_s = max(queue_s - fetch_s, 0.0)
+                terms = PlacementTerms(left_s, *found, transfer_s=0.0, others_s=0.0, fetch_s=fetch_s)
+            yield Option(generation, terms, None, fetch, lacks_memory, start)
 
     def _chains_for(self, generation: GenerationGroup, avoid: Collection[Hashable]) -> list[tuple[float, GroupChain]]:
         """Return the prompt's chains whose KV layout the generation group accepts, each with its cost in seconds
@@ -204,36 +189,19 @@ class ClusterSnapshot:
         if key not in self._chains:
             groups = self.view.chains_for(generation).prefill
             ready = [group for group in groups if group.ready and group.incarnation not in avoid]
-            chains = [each for group in self._sample(ready, key[0]) for each in self._chains_of(group, generation)]
+            chains = [each for group in self._sample(ready, key[0]) for each in self._chains_of(group, key[0])]
             self._chains[key] = [(chain.terms().cost_s, chain) for chain in chains]
         return self._chains[key]
 
-    def _chains_of(self, group: PrefillGroup, generation: GenerationGroup) -> Iterator[GroupChain]:
-        """Yield the group's chain behind the blocks that its node has cached. If further blocks can be fetched, also
-        yield the chain behind these."""
-        pending = self._context.members.prefill_queues.pending(group.incarnation, self._now_s)
-        start = self._cached_tokens(generation.layout_fingerprint, group.prefix_store)
-        yield GroupChain(group, self._plan(start, group, pending))
-        fetch = self._fetch(generation, group.prefix_store)
-        if fetch is not None:
-            yield GroupChain(group, self._plan(fetch.num_tokens, group, pending), fetch)
-
-    def _plan(self, start: int, group: PrefillGroup, pending: Sequence[Pending]) -> ChainPlan:
+    def _chains_of(self, group: PrefillGroup, layout: str) -> Iterator[GroupChain]:
+        """Yield the group's chains, one for each start (see `_starts`)."""
         planner, num_ranks = self._context.planner_of(group), len(group.endpoints)
-        chains = self._prompt.chains(planner, start)
-        if pending:
-            return chains.plan(num_ranks, pending, self._now_s)
-        key = id(planner), start, num_ranks
-        if key not in self._idle:
-            self._idle[key] = chains.plan(num_ranks, (), self._now_s)
-        return self._idle[key]
-
-    def _transfer_s(self, chain: GroupChain, num_missing: int, *, is_elsewhere: bool) -> float:
-        planner = self._context.planner_of(chain.group)
-        key = id(planner), num_missing, chain.plan.ttft_s, is_elsewhere
-        if key not in self._transfers_s:
-            self._transfers_s[key] = planner.transfer_s(num_missing, chain.plan.ttft_s, is_elsewhere=is_elsewhere)
-        return self._transfers_s[key]
+        pending = self._context.members.prefill_queues.pending(group.incarnation, self._now_s)
+        for start, fetch in self._starts(layout, group.prefix_store):
+            key = id(planner), start, num_ranks, group.incarnation if pending else None
+            if key not in self._plans:
+                self._plans[key] = self._prompt.chains(planner, start).plan(num_ranks, pending, self._now_s)
+            yield GroupChain(group, self._plans[key], fetch)
 
     def _step_s(self, generation: GenerationGroup) -> float:
         """Return the predicted seconds of a decode step of the group's sequences, including those that have not
@@ -245,15 +213,15 @@ class ClusterSnapshot:
             self._steps_s[generation.name] = step_s
         return self._steps_s[generation.name]
 
-    def _fetch(self, generation: GenerationGroup, store: str) -> BlockFetch | None:
-        """Return the fetch into the store of the prompt's first blocks that another store has; None when none has any
-        that would save computing."""
-        if not (self._fetches and store):
-            return None
-        layout = generation.layout_fingerprint
-        if layout not in self._sources:
-            self._sources[layout] = PromptSources(self._context.sources, self.blocks(layout))
-        return self._sources[layout].into(store)
+    def _starts(self, layout: str, store: str) -> Iterator[tuple[int, BlockFetch | None]]:
+        """Yield the possible positions of the first computed token, for workers with this prefix store: after the
+        blocks that the store has and, if further blocks can be fetched into it, after these, with the fetch."""
+        yield self._cached_tokens(layout, store), None
+        if self._fetches and store:
+            if layout not in self._sources:
+                self._sources[layout] = PromptSources(self._context.sources, self.blocks(layout))
+            if (fetch := self._sources[layout].into(store)) is not None:
+                yield fetch.num_tokens, fetch
 
     def _cached_tokens(self, layout: str, store: str) -> int:
         """Return how many of the first tokens have KV of this layout in the store."""
@@ -330,9 +298,8 @@ def _with_saving(chosen: Option, options: Sequence[Option]) -> Option:
     from the cheapest of `options` that computes the KV instead."""
     assert chosen.fetch is not None and chosen.terms is not None
     plain_s = min(each.terms.cost_s for each in options if each.fetch is None and each.terms is not None)
-    fetch = replace(chosen.fetch, saved_s=plain_s - chosen.terms.cost_s + chosen.fetch.predicted_s)
-    chain = None if chosen.chain is None else replace(chosen.chain, fetch=fetch)
-    return chosen._replace(fetch=fetch, chain=chain)
+    saved_s = plain_s - chosen.terms.cost_s + chosen.fetch.predicted_s
+    return chosen._replace(fetch=replace(chosen.fetch, saved_s=saved_s))
 
 
 def able_groups(view: ClusterView, record: RequestRecord, avoid: Collection[Hashable] = ()) -> list[GenerationGroup]:
