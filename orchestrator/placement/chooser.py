@@ -108,13 +108,13 @@ class Chooser:
         held.enter_context(self._members.hold(generation.name, record.request.num_slots))
         if self.lacks_chain(record, options):
             local = min(options, key=lambda each: each.cost_s)
-            snapshot, options = await self._await_chain(partial(look, held=generation.name), local)
+            snapshot, options = await self._await_chain(record, partial(look, held=generation.name), local)
         return self.planned(snapshot, options)
 
     def cheapest(self, snapshot: ClusterSnapshot, groups: Sequence[GenerationGroup]) -> list[Option]:
         """Return the options on that one of these generation groups which has the cheapest permitted option."""
         record = snapshot.record
-        options = snapshot.options(groups, record.avoid, by_chain=self._may_chain(record))
+        options = snapshot.options(groups, record.avoid, by_chain=not self._refusal(record))
         chains = [each for each in options if each.chain is not None]
         permitted = chains if chains and self._policy(record) == "always" else options
         chosen = min(permitted, key=partial(order, members=self._members)).generation
@@ -205,25 +205,21 @@ class Chooser:
         return groups
 
     async def _await_chain(
-        self, look: Callable[[], ClusterSnapshot], local: Option
+        self, record: RequestRecord, look: Callable[[], ClusterSnapshot], local: Option
     ) -> tuple[ClusterSnapshot, list[Option]]:
         """Wait until a prefill group is ready for the generation group of `local`, at most as long as a local prefill
         is predicted to take. Return a new snapshot and the options on this group."""
-        snapshot, wait_s = look(), self._config.prefill_wait_s
-        if self._policy(snapshot.record) == "auto" and local.terms is not None and not local.lacks_memory:
+        is_over, avoid, wait_s = False, record.avoid, self._config.prefill_wait_s
+        if self._policy(record) == "auto" and local.terms is not None and not local.lacks_memory:
             wait_s = min(wait_s, local.terms.own_s)
-        avoid: Collection[Hashable] = snapshot.record.avoid
         end_s = self._end_s(avoid, wait_s)
         while True:
+            snapshot = look()
             options = snapshot.options([local.generation], avoid)
-            if any(each.chain is not None for each in options):
+            if is_over or any(each.chain is not None for each in options):
                 return snapshot, options
             if not await self._members.change(end_s - self.context.clock.now_s()):
-                if not avoid:
-                    snapshot = look()
-                    return snapshot, snapshot.options([local.generation])
-                avoid, end_s = (), self._end_s((), wait_s)
-            snapshot = look()
+                is_over, avoid, end_s = not avoid, set(), self._end_s((), wait_s)
 
     def _end_s(self, avoid: Collection[Hashable], wait_s: float) -> float:
         """Return the time at which a wait ends that begins now: after `avoid_s` seconds if groups are avoided, else
@@ -249,17 +245,18 @@ class Chooser:
     def _withdrawn(self, record: RequestRecord) -> tuple[str, ...]:
         return self._members.withdrawn(partial(could_serve, record=record))
 
-    def _may_chain(self, record: RequestRecord) -> bool:
-        return self._policy(record) != "never" and not record.wants_prompt_scores
-
     def _rule(self, record: RequestRecord, generation: GenerationGroup) -> str:
-        """Return the reason why no chain may prefill: a chain computes only the last logits, chains are switched off,
-        or no prefill group exists. Return an empty string if a chain may prefill."""
+        """Return the reason why no chain may prefill: that of `_refusal`, or that no prefill group exists. Return an
+        empty string if a chain may prefill."""
+        has_groups = self._members.view.chains_for(generation).prefill
+        return self._refusal(record) or ("" if has_groups else "no_prefill_groups")
+
+    def _refusal(self, record: RequestRecord) -> str:
+        """Return the reason why no chain may prefill the request in any cluster: a chain computes only the last logits,
+        or chains are switched off. Return an empty string if there is none."""
         if record.wants_prompt_scores:
             return "prompt_scores"
-        if self._policy(record) == "never":
-            return "never"
-        return "" if self._members.view.chains_for(generation).prefill else "no_prefill_groups"
+        return "never" if self._policy(record) == "never" else ""
 
     def _policy(self, record: RequestRecord) -> Disaggregation:
         return "always" if record.request.by_chain else self._config.disaggregation
