@@ -25,8 +25,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -153,48 +152,39 @@ def must_measure(device: str, dtype_bytes: int, gpu: str = "") -> bool:
     return not is_tried and kept_profile(device, dtype_bytes, gpu) is None
 
 
-def keep_missing(device: str, dtypes: Sequence[str], gpu: str = "") -> bool:
-    """Measure the profiles of these dtypes that must be measured, and keep them. Return True if all of them are kept at
-    the end. If another process of this node measures at the same time, wait for it and use its result. Raises
-    ConfigError if a profile cannot be written."""
-    with _alone():
-        missing = [each for each in dtypes if must_measure(device, DTYPE_BYTES[each], gpu)]
-        _keep(device, missing, gpu, _SECONDS, lambda _: None)
-        return all(kept_profile(device, DTYPE_BYTES[dtype], gpu) is not None for dtype in dtypes)
-
-
-def replace_profiles(
-    device: str, dtypes: Sequence[str], gpu: str, *, seconds: float, done: Callable[[int], None]
+def keep_profiles(
+    device: str,
+    dtypes: Sequence[str],
+    gpu: str = "",
+    *,
+    seconds: float | None = None,
+    done: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
-    """Measure the profiles of these dtypes for about `seconds` seconds each, and replace the kept ones. Return the
-    dtypes whose halves agreed; for others, the kept profile stays. `done` is called as by `measure` for each dtype.
-    Waits for another process of this node that measures. Raises ConfigError if a profile cannot be written."""
-    with _alone():
-        return _keep(device, dtypes, gpu, seconds / _NUM_TIMINGS, done)
+    """Measure the profiles of these dtypes for about `seconds` seconds each, and replace the kept ones. `seconds` None:
+    measure only those that must be measured, in a short time. Return the dtypes that were measured and whose halves
+    agreed; for others, the kept profile stays. `done` is called as by `measure` for each dtype.
 
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Hold a lock, so that only one process of this node measures."""
+    If another process of this node measures at the same time, wait for it and use its result. Raises ConfigError if a
+    profile cannot be written.
+    """
+    kept = []
+    half_s = _SECONDS if seconds is None else seconds / _NUM_TIMINGS
+    num_threads = max(int(min(len(os.sched_getaffinity(0)), cpu_quota())), 1)
     lock_path = native.choice_path().with_name("profiles.lock")
     lock_path.parent.mkdir(parents=True, exist_ok=True)
     with lock_path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if this process dies
-        yield
-
-
-def _keep(device: str, dtypes: Sequence[str], gpu: str, seconds: float, done: Callable[[int], None]) -> list[str]:
-    kept = []
-    for dtype in dtypes:
-        path = kept_path(device, DTYPE_BYTES[dtype], gpu)
-        try:
-            num_threads = max(int(min(len(os.sched_getaffinity(0)), cpu_quota())), 1)
-            if (profile := measure(device, dtype, num_threads, seconds, done)) is not None:
-                save(profile, path)
-                kept.append(dtype)
-        finally:
-            if dtype not in kept and kept_profile(device, DTYPE_BYTES[dtype], gpu) is None:
-                path.with_suffix(".tried").touch()
+        for dtype in dtypes:
+            if seconds is None and not must_measure(device, DTYPE_BYTES[dtype], gpu):
+                continue
+            path = kept_path(device, DTYPE_BYTES[dtype], gpu)
+            try:
+                if (profile := measure(device, dtype, num_threads, half_s, done)) is not None:
+                    save(profile, path)
+                    kept.append(dtype)
+            finally:
+                if dtype not in kept and kept_profile(device, DTYPE_BYTES[dtype], gpu) is None:
+                    path.with_suffix(".tried").touch()
     return kept
 
 
@@ -228,7 +218,7 @@ def _core_half(dtype: str, num_threads: int, seconds: float) -> Callable[[], Hal
     import torch
 
     from baton.modeling.forward.attention import default_kernel
-    from deploy.machine.prefill_rates import CPU, WALL, attention_work, layer_work, rate_of, read_work
+    from deploy.machine.prefill_rates import CPU, attention_work, layer_work, rate_of, read_work
 
     kind = getattr(torch, dtype)
     attention = attention_work(default_kernel(CPU, kind), _CPU_SHAPE, _CPU_PROMPT, kind)
@@ -238,7 +228,7 @@ def _core_half(dtype: str, num_threads: int, seconds: float) -> Callable[[], Hal
         torch.set_num_threads(1)
         alone = [rate_of(work, seconds, time.thread_time) for work in works]
         torch.set_num_threads(num_threads)
-        together = [rate_of(work, seconds, WALL) for work in works]
+        together = [rate_of(work, seconds) for work in works]
         each = zip(alone, together, strict=True)
         linear, pair, _ = (min(max(whole / num_threads, core / 2), core) for core, whole in each)
         assumed, memory = cpu_rank(1, DTYPE_BYTES[dtype]), min(alone[2], together[2])
@@ -295,10 +285,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     dtypes = [args.dtype] if args.dtype else [*DTYPE_BYTES]
     gpu = gpu_here() if args.device == "cuda" else ""
-    is_kept = keep_missing(args.device, dtypes, gpu)
-    for dtype in dtypes:
-        print(f"{dtype}: {kept_profile(args.device, DTYPE_BYTES[dtype], gpu) or 'not kept'}")
-    return 0 if is_kept else 1
+    keep_profiles(args.device, dtypes, gpu)
+    kept = [kept_profile(args.device, DTYPE_BYTES[dtype], gpu) for dtype in dtypes]
+    for dtype, profile in zip(dtypes, kept, strict=True):
+        print(f"{dtype}: {profile or 'not kept'}")
+    return 0 if all(kept) else 1
 
 
 def gpu_here() -> str:

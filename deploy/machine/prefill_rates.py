@@ -34,7 +34,6 @@ from deploy.machine.probe import write_model
 Clock = Callable[[], float]
 """Function that returns a time in seconds. It is either elapsed time, or `time.thread_time`, the processor time of the
 calling thread."""
-WALL: Clock = time.perf_counter
 Work = tuple[Callable[[], object], float]
 """Pair of a function to be timed and the number of FLOPs of one call, or of the bytes or layers whose rate is
 measured."""
@@ -127,14 +126,14 @@ def read_work() -> Work:
     return torch.ones(_READ_BYTES // 4).sum, _READ_BYTES
 
 
-def rate_of(work: Work, seconds: float, clock: Clock = WALL) -> float:
+def rate_of(work: Work, seconds: float, clock: Clock = time.perf_counter) -> float:
     """Time the function in `work` for about `seconds` seconds, and return its rate: the work of a call divided by the
     median duration of a call."""
     call, amount = work
     return amount / median_s(call, seconds, clock)
 
 
-def median_s(call: Callable[[], object], seconds: float, clock: Clock = WALL) -> float:
+def median_s(call: Callable[[], object], seconds: float, clock: Clock = time.perf_counter) -> float:
     """Call `call` repeatedly for about `seconds` seconds, and return the median duration of a call, in seconds. `clock`
     measures the durations. The first call is not counted."""
     times: list[float] = []

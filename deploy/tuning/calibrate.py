@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
     from baton.types import DTYPE_BYTES
     from deploy.commands.record import live_clusters
-    from deploy.machine.device_profile import NUM_HALVES, gpu_here, kept_profile, replace_profiles
+    from deploy.machine.device_profile import NUM_HALVES, gpu_here, keep_profiles, kept_profile
     from deploy.machine.this_machine import inspect_machine
     from deploy.options.screen import progress
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     dtypes = [args.dtype] if args.dtype else [*_DTYPES]
     before = {dtype: kept_profile(device, DTYPE_BYTES[dtype], gpu) for dtype in dtypes}
     with progress(Console(stderr=True), "measuring", NUM_HALVES * len(dtypes)) as done:
-        kept = replace_profiles(device, dtypes, gpu, seconds=seconds, done=done)
+        kept = keep_profiles(device, dtypes, gpu, seconds=seconds, done=done)
     for dtype in dtypes:
         print(f"{dtype}: {kept_profile(device, DTYPE_BYTES[dtype], gpu) if dtype in kept else 'not kept'}")
         print(f"  before: {before[dtype] or 'nothing was kept'}")

@@ -20,7 +20,7 @@ from baton.settings.place import WorkerPlace
 from deploy.machine import device_profile, prefill_rates
 from deploy.machine.device_profile import (
     Half,
-    keep_missing,
+    keep_profiles,
     kept_path,
     kept_profile,
     local_profile,
@@ -176,7 +176,7 @@ def test_halves_that_differ_are_measured_again_and_then_not_kept(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rates: tuple[float, ...], kept: float | None
 ) -> None:
     monkeypatch.setattr(device_profile, "_core_half", halves(*rates))
-    assert keep_missing("cpu", ["bfloat16"]) == (kept is not None)
+    assert keep_profiles("cpu", ["bfloat16"]) == ([] if kept is None else ["bfloat16"])
     found = kept_profile("cpu", 2)
     assert (None if found is None else found.shared_bandwidth) == kept
     assert ("differ by over 20 %: free the machine" in caplog.text) == (kept is None)
@@ -194,18 +194,18 @@ def test_progress_is_the_number_of_halves(monkeypatch: pytest.MonkeyPatch, rates
 def test_a_failed_measurement_is_repeated_an_hour_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_profile, "_core_half", halves(1e9, 2e9, 1e9, 2e9, 5e9, 5e9))
     assert must_measure("cpu", 2)
-    assert not keep_missing("cpu", ["bfloat16"]) and not must_measure("cpu", 2) and must_measure("cpu", 4)
-    assert not keep_missing("cpu", ["bfloat16"]), "measures nothing"
+    assert not keep_profiles("cpu", ["bfloat16"]) and not must_measure("cpu", 2) and must_measure("cpu", 4)
+    assert not keep_profiles("cpu", ["bfloat16"]), "measures nothing"
     tried = kept_path("cpu", 2).with_suffix(".tried")
     os.utime(tried, (tried.stat().st_atime, tried.stat().st_mtime - 3601))
-    assert must_measure("cpu", 2) and keep_missing("cpu", ["bfloat16"])
+    assert must_measure("cpu", 2) and keep_profiles("cpu", ["bfloat16"])
     assert not must_measure("cpu", 2)
 
 
 def test_a_measurement_that_an_error_ends_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_profile, "_core_half", halves())
     with pytest.raises(StopIteration):
-        keep_missing("cpu", ["bfloat16"])
+        keep_profiles("cpu", ["bfloat16"])
     assert not must_measure("cpu", 2)
 
 
@@ -213,7 +213,7 @@ def test_what_is_kept_is_not_measured_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(device_profile, "_core_half", halves(5e9, 5e9, 6e9, 6e9))
-    assert keep_missing("cpu", ["bfloat16"])
+    assert keep_profiles("cpu", ["bfloat16"])
     assert not main([]), "measures the other dtype"
     assert [load(kept_path("cpu", dtype_bytes)).shared_bandwidth for dtype_bytes in (2, 4)] == [5e9, 6e9]
     assert not main(["--dtype", "float32"])
@@ -233,9 +233,9 @@ def test_a_file_that_cannot_be_read_is_measured_again(
     path.write_text(text)
     monkeypatch.setattr(device_profile, "_core_half", halves(1e9, 2e9, 1e9, 2e9, 5e9, 5e9))
     assert must_measure("cpu", 2) and str(path) in caplog.text
-    assert not keep_missing("cpu", ["bfloat16"]) and not must_measure("cpu", 2)
+    assert not keep_profiles("cpu", ["bfloat16"]) and not must_measure("cpu", 2)
     path.with_suffix(".tried").unlink()
-    assert keep_missing("cpu", ["bfloat16"])
+    assert keep_profiles("cpu", ["bfloat16"])
     found = kept_profile("cpu", 2)
     assert found is not None and found.shared_bandwidth == 5e9
 
