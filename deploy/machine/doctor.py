@@ -18,8 +18,8 @@ from baton.settings.addresses import join_address
 from deploy.config.cluster import ClusterConfig
 from deploy.config.environment import use_threads
 from deploy.machine.cluster_plan import CUDA_WORKER_BYTES, WORKER_BYTES, ClusterPlan
-from deploy.machine.device_profile import DTYPE_BYTES, local_profile
-from deploy.machine.this_machine import Machine, gpu_name
+from deploy.machine.planners import worker_profiles
+from deploy.machine.this_machine import Machine
 from generate_workers.residency.traits import POLICIES
 
 GIB = 2**30
@@ -54,7 +54,7 @@ def examine(plan: ClusterPlan, machine: Machine) -> list[Finding]:
     findings = [versions(), check_model(plan)]
     if not config.ray.address:
         findings += [check_devices(plan, machine), check_selection(config), check_cores(config, machine)]
-        findings += [check_memory(plan, machine), check_shm(config, machine), report_profile(config)]
+        findings += [check_memory(plan, machine), check_shm(config, machine), report_profile(plan)]
     return [*findings, check_instruction_set(machine), check_port(config)]
 
 
@@ -195,13 +195,11 @@ def check_memory(plan: ClusterPlan, machine: Machine) -> Finding:
     return Finding("memory", Verdict.OK, text)
 
 
-def report_profile(config: ClusterConfig) -> Finding:
+def report_profile(plan: ClusterPlan) -> Finding:
     """Report the rates of an engine's device on this machine, on which predictions are based until a model's costs are
     measured."""
-    engine, is_gpu = config.generate, config.generate.device == "cuda"
-    gpu, num_threads = gpu_name() if is_gpu else "", use_threads(engine.num_threads)
-    profile = local_profile(engine.device, num_threads, DTYPE_BYTES[config.model.dtype], gpu=gpu)
-    return Finding("profile", Verdict.OK, str(profile))
+    _, engine = worker_profiles(plan)
+    return Finding("profile", Verdict.OK, str(engine))
 
 
 def check_shm(config: ClusterConfig, machine: Machine) -> Finding:

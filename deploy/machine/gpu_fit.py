@@ -6,11 +6,11 @@ The functions have no side effects. The GPUs are those of a `Machine`, which the
 from collections import Counter
 from operator import attrgetter
 
+from baton.planning.hardware import ModelCosts
 from baton.planning.work_cost import WorkCost
 from deploy.config.cluster import ClusterConfig
 from deploy.machine.cluster_plan import CUDA_WORKER_BYTES, WORKER_BYTES
 from deploy.machine.device_profile import local_profile
-from deploy.machine.planners import costs_on
 from deploy.machine.pool_plans import PROMPT_TOKENS, Costs
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import GpuState, Machine
@@ -82,8 +82,9 @@ def _reason(gpu: GpuState, needed: int, kind: str) -> str:
 def gpu_costs(model: ResolvedModel, dtype: str, gpu: GpuState, num_slots: int) -> Costs:
     """Return the costs of `model` on GPUs of the kind of `gpu`, for engines with `num_slots` slots. Rates are those of
     a profile that was measured on this machine, or else nominal ones."""
-    rates = local_profile("cuda", 1, model.shape(dtype).dtype_bytes, gpu=gpu.name).hardware
-    costs = costs_on(model, dtype, rates)
+    shape = model.shape(dtype)
+    rates = local_profile("cuda", 1, shape.dtype_bytes, gpu=gpu.name).hardware
+    costs = ModelCosts.of(shape, rates)
     return Costs(lambda _: costs, num_slots, unit="GPU", push=rates.link)
 
 

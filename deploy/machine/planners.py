@@ -9,12 +9,12 @@ profiles.
 from baton.planning.chain.wavefront import chain_ttft
 from baton.planning.cost_model import BATON
 from baton.planning.device_profile import DeviceProfile
-from baton.planning.hardware import Hardware, ModelCosts
+from baton.planning.hardware import ModelCosts, derive
 from baton.planning.local_prefill import LocalPrefill
 from baton.planning.planner import ChainPlanner
 from deploy.config.environment import use_threads
 from deploy.machine.cluster_plan import ClusterPlan
-from deploy.machine.device_profile import local_profile
+from deploy.machine.device_profile import DTYPE_BYTES, local_profile
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import gpu_name
 
@@ -22,29 +22,22 @@ _SPEED_TOKENS = 1024
 """Number of prompt tokens with which the speeds of an engine and of a prefill rank are compared."""
 
 
-def costs_on(
-    model: ResolvedModel, dtype: str, rank: Hardware, *, engine: Hardware | None = None, weights: str = "stored"
-) -> ModelCosts:
-    """Return the costs of `model` with these rates of a prefill rank and of a generation engine; None: those of the
-    rank. Raises ModelError."""
-    return ModelCosts.of(
-        model.shape(dtype), rank, engine=engine, bytes_per_weight=model.bytes_per_weight(dtype, weights)
-    )
-
-
 def cpu_costs(model: ResolvedModel, dtype: str, num_threads: int, weights: str = "stored") -> ModelCosts:
     """Return the costs of `model` on `num_threads` cores of this machine. Raises ModelError."""
-    rates = local_profile("cpu", num_threads, model.shape(dtype).dtype_bytes).hardware
-    return costs_on(model, dtype, rates, weights=weights)
+    shape = model.shape(dtype)
+    rates = local_profile("cpu", num_threads, shape.dtype_bytes).hardware
+    return ModelCosts.of(shape, rates, bytes_per_weight=model.bytes_per_weight(dtype, weights))
 
 
 def served_planner(plan: ClusterPlan) -> ChainPlanner:
     """Create the planner for a cluster, which takes up to some seconds. Raises ModelError if the model is not valid."""
     rank, engine = worker_profiles(plan)
     prefill, generate, formats = plan.config.prefill, plan.config.generate, plan.config.model
-    costs = costs_on(plan.model, formats.dtype, rank.hardware, engine=engine.hardware, weights=formats.weights)
-    on_engine = costs_on(plan.model, formats.dtype, engine.hardware)
-    rank_s, engine_s = (float(chain_ttft([_SPEED_TOKENS], each.prefill, BATON)) for each in (costs, on_engine))
+    weights = "bfloat16" if generate.device == "cuda" else formats.weights
+    shape, size = plan.model.shape(formats.dtype), plan.model.bytes_per_weight(formats.dtype, weights)
+    costs = ModelCosts.of(shape, rank.hardware, engine=engine.hardware, bytes_per_weight=size)
+    on_engine = derive(shape, engine.hardware)
+    rank_s, engine_s = (float(chain_ttft([_SPEED_TOKENS], each, BATON)) for each in (costs.prefill, on_engine))
     return ChainPlanner(
         costs,
         max_ranks=prefill.num_ranks,
@@ -60,7 +53,7 @@ def served_planner(plan: ClusterPlan) -> ChainPlanner:
 
 def worker_profiles(plan: ClusterPlan) -> tuple[DeviceProfile, DeviceProfile]:
     """Return the profiles of a prefill rank and of a generation engine on this machine."""
-    dtype_bytes = plan.model.shape(plan.config.model.dtype).dtype_bytes
+    dtype_bytes = DTYPE_BYTES[plan.config.model.dtype]
     rank, engine = (
         local_profile(
             pool.device,

@@ -189,14 +189,16 @@ def test_kv_that_does_not_fit_beside_the_weights_is_a_warning(folder: Path) -> N
 
 
 @pytest.mark.usefixtures("cache")
-def test_the_profile_of_the_engines_device_is_told() -> None:
-    check(report_profile(load_config(None, ["generate.num_threads=3"])), Verdict.OK, ", 3 threads")
-    check(report_profile(load_config(None, [])), Verdict.OK, "in attention, reads 10 GB/s (nominal)")
+def test_the_profile_of_the_engines_device_is_told(folder: Path) -> None:
+    threads = plan_of(folder, load_config(None, ["generate.num_threads=3"]))
+    check(report_profile(threads), Verdict.OK, ", 3 threads")
+    check(report_profile(plan_of(folder, load_config(None, []))), Verdict.OK, "in attention, reads 10 GB/s (nominal)")
 
 
-def test_a_gpu_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.machine.doctor.gpu_name", lambda: "NVIDIA H100")
-    check(report_profile(load_config(None, ["generate.device=cuda"])), Verdict.OK, "NVIDIA H100: 702,190 GFLOP/s")
+def test_a_gpu_is_told_by_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.machine.planners.gpu_name", lambda: "NVIDIA H100")
+    plan = plan_of(folder, load_config(None, ["generate.device=cuda"]))
+    check(report_profile(plan), Verdict.OK, "NVIDIA H100: 702,190 GFLOP/s")
 
 
 def test_an_object_store_that_does_not_fit_fails() -> None:
