@@ -9,28 +9,9 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.planning.work_cost import WorkCost
-
 _RIDGE = 1e-13
 """Value that is added to the diagonal of normal equations, relative to the number of measurements. It avoids singular
 equations if columns are equal."""
-
-
-def fit_columns(
-    columns: NDArray[np.float64],
-    seconds: NDArray[np.float64],
-    known: WorkCost,
-    weights: NDArray[np.float64] | None = None,
-) -> WorkCost:
-    """Fit the cost of generation steps to measurements. `columns` has the columns of each step's StepWork, and
-    `seconds` its duration (above 0). `weights` are the weights of the steps' relative errors; None: all are 1.
-
-    If no step compared a key with more than one query, the cost of an additional (query, key) pair cannot be determined
-    from the steps. In this case `pair_s` of `known` is kept.
-    """
-    num_told = 4 if columns[:, 3].any() else 3
-    costs, _ = fit_relative(columns[:, :num_told], seconds, weights)
-    return WorkCost(*costs, *([known.pair_s] if num_told == 3 else []))
 
 
 def fit_relative(

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from baton.planning.fit import fit_columns
+from baton.planning.fit import fit_relative
 from baton.planning.work_cost import StepWork, WorkCost
 
 _KEPT_STEPS = 4
@@ -71,7 +71,6 @@ decide how the time divides where measured steps do not, for example if all of t
 _PRIOR_WEIGHT = 0.02
 _TINY_S = 1e-12
 _REPLAYED, _LAUNCHED = 0, 1
-UNKNOWN = WorkCost(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -93,15 +92,11 @@ class StepCost:
     """Estimate of the cost of an engine's steps, which is updated by observed steps."""
 
     def __init__(
-        self,
-        cost: WorkCost = UNKNOWN,
-        prefill_s: float = 0.0,
-        launch_s: float = 0.0,
-        num_compiled: Callable[[], int] = lambda: 0,
+        self, cost: WorkCost, prefill_s: float, launch_s: float = 0.0, num_compiled: Callable[[], int] = lambda: 0
     ) -> None:
-        """Create an estimate. It starts with `cost`, and with `prefill_s` seconds per unit of prefill work. Values of 0
-        mean that nothing is known. `launch_s`: minimum seconds of a step whose kernels are launched one by one; 0 on a
-        CPU. `num_compiled` returns the number of kernels compiled so far. A step during which it rises is ignored."""
+        """Create an estimate. It starts with `cost`, and with `prefill_s` seconds per unit of prefill work (above 0).
+        `launch_s`: minimum seconds of a step whose kernels are launched one by one; 0 on a CPU. `num_compiled` returns
+        the number of kernels compiled so far. A step during which it rises is ignored."""
         self.replays = False
         """True if plain decode steps replay CUDA graphs. The engine sets it before its first step."""
         self.prefill_s = prefill_s
@@ -176,7 +171,7 @@ class StepCost:
         if self.is_decode_due:
             return  # nothing is left for prefill
         is_far = not 1 / _FAR < ratio < _FAR and self._num_prefills <= _FIRST_STEPS
-        if is_far or not self.prefill_s:
+        if is_far:
             self.prefill_s = max(seconds - decode_s, _LEAST_PREFILL * seconds) / prefill_work
         elif prefill_s > self._launch_s / 2 or ratio > _FAR:  # otherwise launching kernels takes most of the time
             change = _GAIN * (ratio - 1) / max(prefill_s / predicted_s, _LEAST_SHARE)
@@ -226,9 +221,10 @@ class StepCost:
         rows = ((self._line_R == line) & (self._seconds_R > 0)).nonzero()[0]
         weights = np.where(self._number_R[rows] < self._same_since[line], _OLD_WEIGHT, 1.0)
         columns, seconds, start_C = self._columns_RC[rows], self._seconds_R[rows], self._starts_LC[line]
-        if start_C[0]:
-            scale = float(np.median(seconds / (columns @ start_C)))
-            columns = np.concatenate((columns, _PRIOR_WORKS))
-            seconds = np.concatenate((seconds, scale * (_PRIOR_WORKS @ start_C)))
-            weights = np.concatenate((weights, np.full(len(_PRIOR_WORKS), _PRIOR_WEIGHT)))
-        self._costs[line] = fit_columns(columns, seconds, self._costs[line], weights)
+        scale = float(np.median(seconds / (columns @ start_C)))
+        costs, _ = fit_relative(
+            np.concatenate((columns, _PRIOR_WORKS)),
+            np.concatenate((seconds, scale * (_PRIOR_WORKS @ start_C))),
+            np.concatenate((weights, np.full(len(_PRIOR_WORKS), _PRIOR_WEIGHT))),
+        )
+        self._costs[line] = WorkCost(*costs)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
-from baton.planning.step_cost import StepCost
+from baton.planning.step_cost import LearntCosts
+from baton.planning.work_cost import WorkCost
 from baton.transport.channel import bind, make_server
 from baton.types import FinishReason, KvLayout, SampledToken, TokenEvent
 from baton.v1 import generate_pb2_grpc
@@ -29,6 +30,7 @@ from generate_workers.slots.leases import KvLedger, SlotLedger
 LAYOUT = KvLayout("scripted", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
 FIRST_ID = 1000
 HOST = "127.0.0.1"
+_NO_COST = WorkCost(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,9 @@ class ScriptedEngine:
         active = min(len(self._rows), self._num_slots)
         kv = KvLedger(num_bytes=0, num_bytes_free=0, num_bytes_leased=0, num_bytes_active=0, num_bytes_quarantined=0)
         ledger = SlotLedger(self._num_slots, self._num_slots - active, 0, active, 0, 0, 0, kv)
-        return EngineStatus(ledger, active, active, self._num_steps, 0, 0, None, StepCost().learnt)
+        return EngineStatus(
+            ledger, active, active, self._num_steps, 0, 0, None, LearntCosts(_NO_COST, _NO_COST, 0.0, 0)
+        )
 
 
 @contextlib.asynccontextmanager

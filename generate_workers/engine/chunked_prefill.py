@@ -34,17 +34,14 @@ class ChunkedPrefillPolicy:
     """SchedulingPolicy with chunked prefill: each step runs all decoding sequences and a limited number of prefill
     tokens."""
 
-    def __init__(
-        self, max_prefill_tokens: int, bound: StepBound | None = None, work: PrefillWork | None = None
-    ) -> None:
+    def __init__(self, max_prefill_tokens: int, bound: StepBound, work: PrefillWork) -> None:
         """Make a policy. `max_prefill_tokens` (at least 1) is the maximum number of prefill tokens of a step. `bound`
-        also limits prefill by the predicted time of a step; None: no such limit. `work` converts prefill tokens to
-        work; None: the work of a prefill is its number of tokens."""
+        also limits prefill by the predicted time of a step. `work` converts prefill tokens to work."""
         assert max_prefill_tokens >= 1
         self._max_prefill_tokens = max_prefill_tokens
         self._max_burst_tokens = max(max_prefill_tokens, min(_BURST_STEPS * max_prefill_tokens, _BURST_TOKENS))
-        self._bound = bound or StepBound(math.inf)
-        self._work = work or PrefillWork()
+        self._bound = bound
+        self._work = work
 
     @classmethod
     def of(cls, config: EngineConfig, model: ServedModel) -> Self:

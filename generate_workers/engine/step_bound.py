@@ -103,12 +103,10 @@ class StepBound:
     one output token.
     """
 
-    def __init__(
-        self, max_stretch: float, budget_s: float = 0.0, allowance_s: float = 0.0, cost: StepCost | None = None
-    ) -> None:
-        """Create a limit. `cost` predicts the durations of steps; None: nothing is known about them yet."""
+    def __init__(self, cost: StepCost, max_stretch: float, budget_s: float = 0.0, allowance_s: float = 0.0) -> None:
+        """Create a limit. `cost` predicts the durations of steps."""
         assert max_stretch >= 1 and budget_s >= 0 and allowance_s >= 0
-        self.cost = cost or StepCost()
+        self.cost = cost
         self._max_stretch = max_stretch
         self._budget_s = budget_s
         self._allowance_s = allowance_s
@@ -124,7 +122,7 @@ class StepBound:
     @classmethod
     def of(cls, step_budget_s: float, cost: StepCost) -> Self:
         """Return the limit for a value of the setting `step_budget_s`."""
-        return cls(stretch(step_budget_s), step_budget_s, burst_s(step_budget_s), cost)
+        return cls(cost, stretch(step_budget_s), step_budget_s, burst_s(step_budget_s))
 
     def decode_s(self, decoding: Decoding) -> float:
         """Return the predicted seconds of a step that only decodes, including its drafts."""
@@ -141,13 +139,11 @@ class StepBound:
 
         The result is infinity without a limit, or if no sequence decodes. If `allowance_s` is set, the result is
         also infinity in two more cases: if no sequence has more than one output token, or if the remaining allowance
-        suffices to end all waiting prefills. The result is 0 while the cost of prefill is not known. The drafts of the
-        next step are not planned yet. As many drafts per sequence as in the latest step are assumed.
+        suffices to end all waiting prefills. The drafts of the next step are not planned yet. As many drafts per
+        sequence as in the latest step are assumed.
         """
         if not decoding.num_rows or self._is_unlimited or self.may_burst(decoding):
             return math.inf
-        if not self.cost.prefill_s:
-            return 0.0
         if waiting * self.cost.prefill_s <= self._patience_s:
             return math.inf
         decode_s = self.decode_s(decoding if self._latest is None else decoding.drafting_as(self._latest))

@@ -12,15 +12,15 @@ from baton.sampling_params import SamplingParams
 from baton.types import SlotId
 from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.scheduling_policy import SchedulingPolicy
-from generate_workers.engine.step_bound import PrefillWork, StepBound
+from generate_workers.engine.step_bound import PrefillWork
 from generate_workers.slots.kv_memory import MemoryLimits
-from tests.support.engines.batches import Batch, OneByOne
+from tests.support.engines.batches import Batch, OneByOne, bounded, by_tokens
 from tests.support.engines.generation import eos_decoder, harness, prompt, reference_ids
 from tests.support.engines.slot_tables import page_bytes
 
 BATCHERS: dict[str, Callable[[], SchedulingPolicy]] = {
-    "decode-first": lambda: ChunkedPrefillPolicy(8),
-    "decode-first-bounded": lambda: ChunkedPrefillPolicy(64, StepBound(1.5), PrefillWork(1e-3)),
+    "decode-first": lambda: by_tokens(8),
+    "decode-first-bounded": lambda: ChunkedPrefillPolicy(64, bounded(1.5), PrefillWork(1e-3)),
     "one-by-one": OneByOne,
 }
 DECODER = eos_decoder()

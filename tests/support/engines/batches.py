@@ -1,12 +1,16 @@
 """A simulated batch whose sequences are plain integers and advance as a scheduling policy plans, and a minimal
 scheduling policy."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from baton.planning.step_cost import StepCost
+from baton.planning.work_cost import WorkCost
 from baton.types import SlotId, TokenRange
+from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.scheduling_policy import Progress, RowSpan, SchedulingPolicy, StepPlan
-from generate_workers.engine.step_bound import Decoding
+from generate_workers.engine.step_bound import Decoding, PrefillWork, StepBound
 
 
 @dataclass
@@ -45,6 +49,16 @@ class Batch:
         if took_s is not None:
             self._scheduling_policy.took(plan, took_s(plan), is_replayed=is_replayed)
         return plan
+
+
+def bounded(stretch: float) -> StepBound:
+    """Return a limit for steps of an engine with small costs."""
+    return StepBound(StepCost(WorkCost(8e-3, 5e-4, 2e-6, 2e-6), 1e-3), stretch)
+
+
+def by_tokens(max_prefill_tokens: int) -> ChunkedPrefillPolicy:
+    """Return a policy that limits prefill only by the number of tokens."""
+    return ChunkedPrefillPolicy(max_prefill_tokens, bounded(math.inf), PrefillWork())
 
 
 class OneByOne:

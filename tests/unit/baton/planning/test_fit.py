@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from baton.planning.fit import fit_columns, fit_relative
+from baton.planning.fit import fit_relative
 from baton.planning.work_cost import StepWork, WorkCost
 
-KNOWN = WorkCost(0.01, 1e-3, 1e-6, 7e-7)
 PLAIN = tuple(StepWork.plain(rows, rows * context) for rows in (1, 4, 16) for context in (192, 1024, 4096))
 ROUNDS = tuple(
     StepWork(4 * rows, 1000 * rows, 4000 * rows) + StepWork(3 * rows, 3 * rows * 256, 3 * rows * 256, num_steps=3)
@@ -39,8 +38,10 @@ def test_no_coefficient_is_negative_and_no_other_choice_fits_better(seed: int) -
     assert found <= min(float((errors(*each) ** 2).sum()) for each in grid) + 1e-12
 
 
-def columns_of(works: tuple[StepWork, ...]) -> NDArray[np.float64]:
-    return np.array([work.columns for work in works], np.float64)
+def fitted_to(works: tuple[StepWork, ...], cost: WorkCost) -> WorkCost:
+    """Costs that follow from steps that had these costs."""
+    columns = np.array([work.columns for work in works], np.float64)
+    return WorkCost(*fit_relative(columns, seconds_of(works, cost))[0])
 
 
 def seconds_of(works: tuple[StepWork, ...], cost: WorkCost) -> NDArray[np.float64]:
@@ -55,19 +56,12 @@ def seconds_of(works: tuple[StepWork, ...], cost: WorkCost) -> NDArray[np.float6
 )
 def test_costs_of_steps_come_back(step_s: float, token_s: float, key_s: float, pair_s: float) -> None:
     cost, works = WorkCost(step_s, token_s, key_s, pair_s), PLAIN + ROUNDS
-    fitted = fit_columns(columns_of(works), seconds_of(works, cost), KNOWN)
-    assert seconds_of(works, fitted) == pytest.approx(seconds_of(works, cost), rel=1e-6)
+    assert seconds_of(works, fitted_to(works, cost)) == pytest.approx(seconds_of(works, cost), rel=1e-6)
 
 
-def test_only_rounds_of_drafts_tell_what_pairs_cost() -> None:
-    """Without any, pairs cost what was known before; with some, they cost what the rounds took."""
+def test_rounds_of_drafts_tell_what_pairs_cost() -> None:
     true = WorkCost(0.013, 0.4e-3, 2.3e-6, 0.3e-6)
-    plain = fit_columns(columns_of(PLAIN), seconds_of(PLAIN, true), KNOWN)
-    assert plain.pair_s == KNOWN.pair_s
-    assert (plain.step_s, plain.token_s, plain.key_s) == pytest.approx((0.013, 0.4e-3, 2.3e-6), rel=1e-3)
-    works = PLAIN + ROUNDS
-    seconds = seconds_of(works, true)
-    assert fit_columns(columns_of(works), seconds, KNOWN).pair_s == pytest.approx(true.pair_s, rel=1e-3)
+    assert fitted_to(PLAIN + ROUNDS, true).pair_s == pytest.approx(true.pair_s, rel=1e-3)
 
 
 def test_rounds_tell_what_rows_cost_where_plain_steps_are_of_one_kind() -> None:
@@ -77,8 +71,7 @@ def test_rounds_tell_what_rows_cost_where_plain_steps_are_of_one_kind() -> None:
         for drafts in (1, 3, 6)
     )
     works = (StepWork.plain(1, 500), *rounds)
-    fitted = fit_columns(columns_of(works), seconds_of(works, true), KNOWN)
-    assert seconds_of(rounds, fitted) == pytest.approx(seconds_of(rounds, true), rel=1e-3)
+    assert seconds_of(rounds, fitted_to(works, true)) == pytest.approx(seconds_of(rounds, true), rel=1e-3)
 
 
 def test_weights_decide_between_measurements_that_disagree() -> None:

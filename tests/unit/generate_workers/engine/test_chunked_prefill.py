@@ -1,19 +1,18 @@
 """Continuous batching in plain integers: who runs what, and nobody waits for a prefill."""
 
 from baton.types import SlotId, TokenRange
-from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.scheduling_policy import RowSpan
-from tests.support.engines.batches import Batch
+from tests.support.engines.batches import Batch, by_tokens
 
 A, B, C = SlotId(1), SlotId(2), SlotId(3)
 
 
 def test_an_empty_batch_has_nothing_to_run() -> None:
-    assert not Batch(ChunkedPrefillPolicy(8)).plan()
+    assert not Batch(by_tokens(8)).plan()
 
 
 def test_a_row_whose_kv_is_there_runs_one_token_a_step() -> None:
-    batch = Batch(ChunkedPrefillPolicy(8))
+    batch = Batch(by_tokens(8))
     batch.join(A, num_cached=10, num_known=11)
     assert [batch.run().spans for _ in range(3)] == [
         (RowSpan(A, TokenRange(position, position + 1), samples=True),) for position in (10, 11, 12)
@@ -21,7 +20,7 @@ def test_a_row_whose_kv_is_there_runs_one_token_a_step() -> None:
 
 
 def test_a_prompt_is_run_in_chunks_and_samples_with_the_last() -> None:
-    batch = Batch(ChunkedPrefillPolicy(4))
+    batch = Batch(by_tokens(4))
     batch.join(A, num_cached=0, num_known=10)
     assert [batch.run().spans[0] for _ in range(4)] == [
         RowSpan(A, TokenRange(0, 4), samples=False),
@@ -32,7 +31,7 @@ def test_a_prompt_is_run_in_chunks_and_samples_with_the_last() -> None:
 
 
 def test_decoding_rows_run_in_every_step_beside_a_prefill() -> None:
-    batch = Batch(ChunkedPrefillPolicy(4))
+    batch = Batch(by_tokens(4))
     batch.join(A, num_cached=0, num_known=100)
     batch.join(B, num_cached=5, num_known=6)
     for step in range(10):
@@ -40,7 +39,7 @@ def test_decoding_rows_run_in_every_step_beside_a_prefill() -> None:
 
 
 def test_prefills_share_one_budget_first_come_first_served() -> None:
-    batch = Batch(ChunkedPrefillPolicy(6))
+    batch = Batch(by_tokens(6))
     batch.join(A, num_cached=0, num_known=8)
     batch.join(B, num_cached=0, num_known=9)
     assert [[(span.slot, len(span.tokens)) for span in batch.run().spans] for _ in range(3)] == [
@@ -51,7 +50,7 @@ def test_prefills_share_one_budget_first_come_first_served() -> None:
 
 
 def test_a_prompt_is_cut_only_where_no_step_could_hold_it_whole() -> None:
-    batch = Batch(ChunkedPrefillPolicy(6))
+    batch = Batch(by_tokens(6))
     batch.join(A, num_cached=0, num_known=4)
     batch.join(B, num_cached=0, num_known=5)
     batch.join(C, num_cached=0, num_known=2)
@@ -62,7 +61,7 @@ def test_a_prompt_is_cut_only_where_no_step_could_hold_it_whole() -> None:
 
 
 def test_the_plan_counts_decode_rows_and_prefill_tokens() -> None:
-    batch = Batch(ChunkedPrefillPolicy(6))
+    batch = Batch(by_tokens(6))
     batch.join(A, num_cached=0, num_known=8)
     batch.join(B, num_cached=5, num_known=6)
     batch.join(C, num_cached=7, num_known=8)
@@ -71,13 +70,13 @@ def test_the_plan_counts_decode_rows_and_prefill_tokens() -> None:
 
 
 def test_planning_changes_nothing() -> None:
-    batch = Batch(ChunkedPrefillPolicy(6))
+    batch = Batch(by_tokens(6))
     batch.join(A, num_cached=0, num_known=8)
     assert batch.plan() == batch.plan()
 
 
 def test_a_row_that_leaves_does_not_disturb_the_others() -> None:
-    batch = Batch(ChunkedPrefillPolicy(4))
+    batch = Batch(by_tokens(4))
     batch.join(A, num_cached=0, num_known=8)
     batch.join(B, num_cached=5, num_known=6)
     batch.run()
@@ -87,7 +86,7 @@ def test_a_row_that_leaves_does_not_disturb_the_others() -> None:
 
 
 def test_a_row_without_a_known_token_to_run_waits() -> None:
-    batch = Batch(ChunkedPrefillPolicy(4))
+    batch = Batch(by_tokens(4))
     batch.join(A, num_cached=5, num_known=5)
     assert not batch.plan()
     batch.rows[A].num_known += 1
@@ -95,7 +94,7 @@ def test_a_row_without_a_known_token_to_run_waits() -> None:
 
 
 def test_every_row_gets_its_turn_whatever_the_budget() -> None:
-    batch = Batch(ChunkedPrefillPolicy(1))
+    batch = Batch(by_tokens(1))
     for stream_id in (A, B, C):
         batch.join(stream_id, num_cached=0, num_known=7)
     first_sampled: dict[SlotId, int] = {}

@@ -18,6 +18,12 @@ from tests.support.engines.batches import Batch
 
 BASE_S, ROW_S, TOKEN_S, RATE_S = 8e-3, 5e-4, 2e-6, 1e-3
 WORK = PrefillWork(pair_work=1e-3)
+START = WorkCost(2 * BASE_S, 2 * ROW_S, 2 * TOKEN_S, 2 * TOKEN_S)
+"""Of an engine that is taken for slower than it is."""
+
+
+def assumed() -> StepCost:
+    return StepCost(START, 10 * RATE_S)
 
 
 def step_s(decoding: Decoding, work: float) -> float:
@@ -27,8 +33,8 @@ def step_s(decoding: Decoding, work: float) -> float:
 
 
 def taught(max_stretch: float = 1.5, budget_s: float = 0.0, allowance_s: float = 0.0) -> StepBound:
-    """Has seen decoding of some sizes, and prefill alone."""
-    bound = StepBound(max_stretch, budget_s, allowance_s)
+    """Has seen decoding of some sizes, and prefill alone until its rate was known."""
+    bound = StepBound(assumed(), max_stretch, budget_s, allowance_s)
     for num_rows, context in ((1, 100), (2, 900), (4, 300), (8, 500), (8, 1500)):
         decoding = Decoding(num_rows, num_rows * context)
         bound.observe(decoding, 0, step_s(decoding, 0))
@@ -36,10 +42,11 @@ def taught(max_stretch: float = 1.5, budget_s: float = 0.0, allowance_s: float =
     return bound
 
 
-def test_nothing_is_known_at_first() -> None:
-    bound = StepBound(1.5)
-    assert bound.expected_s(Decoding(3, 300), 10) == 0
-    assert bound.max_work(Decoding(3, 300)) == 0
+def test_predictions_begin_with_the_costs_that_are_given() -> None:
+    bound, decoding = StepBound(assumed(), 1.5), Decoding(3, 300)
+    decode_s = START.seconds(decoding.work)
+    assert bound.expected_s(decoding, 10) == pytest.approx(decode_s + 100 * RATE_S)
+    assert bound.max_work(decoding) == pytest.approx(0.5 * decode_s / (10 * RATE_S))
     assert bound.max_work(Decoding(0, 0)) == math.inf
 
 
@@ -149,7 +156,7 @@ def test_the_rate_follows_the_engine() -> None:
 
 
 def test_decoding_is_measured_after_the_first_step_that_did_both() -> None:
-    bound, decoding = StepBound(1.5), Decoding(4, 1200)
+    bound, decoding = StepBound(assumed(), 1.5), Decoding(4, 1200)
     assert not bound.is_to_decode_alone(decoding)
     bound.observe(decoding, 4, step_s(decoding, 4))
     assert bound.is_to_decode_alone(decoding)
@@ -208,7 +215,7 @@ def model_s(plan: StepPlan) -> float:
 def test_no_row_waits_beyond_the_bound_but_for_a_few_tokens(
     contexts: list[int], num_tokens: int, stretch: float
 ) -> None:
-    batch = Batch(ChunkedPrefillPolicy(512, StepBound(stretch), WORK))
+    batch = Batch(ChunkedPrefillPolicy(512, StepBound(assumed(), stretch), WORK))
     for slot, context in enumerate(contexts):
         batch.join(SlotId(slot), num_cached=context, num_known=context + 1)
     for _ in range(3):
@@ -236,7 +243,7 @@ def test_prefill_that_never_ends_does_not_starve_beside_more_rows_than_ever_deco
     def took_s(plan: StepPlan) -> float:
         return step_s(plan.decoding, plan.prefill_work) + plan.decoding.num_rows * (row_s - ROW_S)
 
-    batch = Batch(ChunkedPrefillPolicy(512, StepBound(1.5), PrefillWork()))
+    batch = Batch(ChunkedPrefillPolicy(512, StepBound(assumed(), 1.5), PrefillWork()))
     batch.join(SlotId(0), num_cached=0, num_known=100)
     for _ in range(10):
         batch.run(took_s)  # one row, alone
@@ -256,7 +263,7 @@ def test_prefill_that_never_ends_does_not_starve_beside_more_rows_than_ever_deco
 def test_beside_rounds_of_drafts_prefill_is_bounded_by_the_round() -> None:
     """Numbers of drafts change now and then, as they do where they are planned; so does what a round takes."""
     keys_of_drafts, cost = 256, WorkCost(BASE_S, ROW_S, TOKEN_S, 4e-7)
-    bound, stretch = StepBound(1.5), 1.5
+    bound, stretch = StepBound(assumed(), 1.5), 1.5
     batch = Drafting(ChunkedPrefillPolicy(512, bound, PrefillWork()), keys_of_drafts)
 
     def round_s(plan: StepPlan) -> float:
@@ -285,7 +292,7 @@ def test_beside_rounds_of_drafts_prefill_is_bounded_by_the_round() -> None:
 
 def test_steps_of_a_draft_model_are_not_taken_for_steps_of_the_model() -> None:
     """Their predicted seconds are added, however many drafts the rounds had from which decoding was learnt."""
-    bound, draft_step_s = StepBound(1.5), 0.2 * BASE_S
+    bound, draft_step_s = StepBound(assumed(), 1.5), 0.2 * BASE_S
     for num_rows, context, num_drafts in ((1, 100, 0), (2, 900, 3), (4, 300, 5), (8, 500, 0), (8, 1500, 2)):
         decoding = Decoding(num_rows, num_rows * context, draft_s=num_drafts * draft_step_s)
         bound.observe(decoding, 0, step_s(decoding, 0) + decoding.draft_s)
@@ -321,7 +328,7 @@ def test_a_step_that_measures_decoding_launches_its_kernels_where_others_replay_
     launched_s, replayed_s = 20e-3, 5e-3
     rate_s = 0.1 * RATE_S
     cost = StepCost(WorkCost(replayed_s, 1e-9, 1e-9, 1e-9), rate_s, launch_s=10e-3)
-    batch = Batch(ChunkedPrefillPolicy(512, StepBound(1.5, cost=cost), PrefillWork()))
+    batch = Batch(ChunkedPrefillPolicy(512, StepBound(cost, 1.5), PrefillWork()))
     cost.replays = True
     batch.join(SlotId(0), num_cached=100, num_known=101)
 

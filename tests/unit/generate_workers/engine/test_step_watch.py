@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from baton.modeling.forward.sampling import sample
+from baton.planning.step_cost import StepCost
+from baton.planning.work_cost import WorkCost
 from baton.sampling_params import SamplingParams
 from generate_workers.engine import verified
 from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
-from generate_workers.engine.step_bound import Decoding, StepBound
+from generate_workers.engine.step_bound import Decoding, PrefillWork, StepBound
 from tests.support.engines.generation import WAIT_S, Harness, harness, prompt, reference_ids
 from tests.support.manual_clock import ManualClock
 
@@ -112,11 +114,14 @@ def test_engine_without_work_does_not_stall() -> None:
         assert look(made, clock, 100) == ""
 
 
+COST = WorkCost(1e-3, 1e-4, 1e-7, 1e-8)
+
+
 class _Known(StepBound):
     """Expects so many seconds of each step."""
 
     def __init__(self, step_s: float) -> None:
-        super().__init__(math.inf)
+        super().__init__(StepCost(COST, COST.token_s), math.inf)
         self._step_s = step_s
 
     def expected_s(self, decoding: Decoding, work: float) -> float:
@@ -126,7 +131,7 @@ class _Known(StepBound):
 @pytest.mark.parametrize(("took_s", "limit_s"), [(0.01, FLOOR_S), (5.0, 20.0)])
 def test_limit_follows_what_steps_take(took_s: float, limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock(100.0)
-    with harness(clock=clock, scheduling_policy=ChunkedPrefillPolicy(16, _Known(took_s))) as made:
+    with harness(clock=clock, scheduling_policy=ChunkedPrefillPolicy(16, _Known(took_s), PrefillWork())) as made:
         gate = Gate()
         monkeypatch.setattr(made.decoder, "forward", gate.before(made.decoder.forward))
         made.engine.start()
@@ -142,8 +147,8 @@ def test_limit_follows_what_steps_take(took_s: float, limit_s: float, monkeypatc
 
 
 def test_plan_expects_what_the_latest_steps_took() -> None:
-    bound = StepBound(2.0)
-    assert bound.expected_s(Decoding(2, 100), 30.0) == 0.0
+    bound = StepBound(StepCost(COST, COST.token_s), 2.0)
+    assert bound.expected_s(Decoding(2, 100), 30.0) == pytest.approx(COST.plain_s(2, 50) + 30 * COST.token_s)
     bound.observe(Decoding(2, 100), 0.0, 0.2)
     bound.observe(Decoding(2, 100), 30.0, 0.5)
     assert bound.expected_s(Decoding(2, 100), 0.0) == pytest.approx(0.2)

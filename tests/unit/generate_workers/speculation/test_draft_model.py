@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import random
 import shutil
 from pathlib import Path
@@ -28,6 +29,7 @@ from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import Row
 from generate_workers.engine.scheduling_policy import StepPlan
+from generate_workers.engine.step_bound import PrefillWork
 from generate_workers.host import _load_draft_model
 from generate_workers.residency.port import DraftKeys
 from generate_workers.speculation.draft_model import ModelProposer
@@ -35,6 +37,7 @@ from generate_workers.speculation.port import DraftRequest
 from generate_workers.speculation.speculator import Speculator
 from generate_workers.speculation.stepwise import Going, draft_by_steps
 from generate_workers.speculation.streaming_view import NarrowSpan
+from tests.support.engines.batches import bounded
 from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.generation import (
     Harness,
@@ -227,7 +230,7 @@ def test_its_steps_are_predicted_and_learnt_by_costs_of_its_own(clock: ManualClo
     drafting takes a second."""
     cost = WorkCost(step_s=1000.0, token_s=10.0, key_s=0.1, pair_s=0.01)
     drafting, verifying = StepWork(3, 3 * 8, 3 * 8, 3), StepWork(4, 31, 4 * 31)
-    scheduling_policy = RecordingPolicy(16)
+    scheduling_policy = RecordingPolicy(16, bounded(math.inf), PrefillWork())
     with harness(
         speculation="model", draft_keys=8, cost=cost, clock=clock, scheduling_policy=scheduling_policy
     ) as made:
