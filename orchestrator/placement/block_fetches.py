@@ -88,7 +88,7 @@ class BlockSources:
     Owned by the chooser. `orchestrator.dispatch` reports the result of each fetch."""
 
     def __init__(self, members: Membership, index: PrefixIndex, planner: ChainPlanner, clock: Clock) -> None:
-        self._pauses = Breakers(clock, 1, _PAUSES)
+        self.pauses = Breakers(clock, 1, _PAUSES)
         """Circuit breakers by pair (source store, target store). A breaker pauses fetches between its two stores after
         a failure."""
         self._failed: set[tuple[str, str]] = set()
@@ -97,27 +97,22 @@ class BlockSources:
         self.index = index
         self.planner = planner
 
-    def admits(self, source: str, target: str) -> bool:
-        """Return True if blocks may be fetched from the store `source` to the store `target` now. Return False during a
-        pause after a failed fetch."""
-        return self._pauses.admits((source, target))
-
     def began(self, fetch: BlockFetch) -> bool:
         """Record that a fetch begins. Return True if it is a probe, i.e. the first fetch after a pause. No other fetch
         between the same two stores may begin until the probe ends."""
-        return self._pauses.of(fetch.pair).began()
+        return self.pauses.of(fetch.pair).began()
 
     def succeeded(self, fetch: BlockFetch, *, is_probe: bool) -> None:
         """Record that a fetch succeeded. `is_probe` is the value that `began` returned for this fetch."""
-        self._pauses.of(fetch.pair).succeeded(is_probe=is_probe)
+        self.pauses.of(fetch.pair).succeeded(is_probe=is_probe)
 
     def failed(self, fetch: BlockFetch) -> None:
         """Record that a fetch failed, and pause fetches between its two stores. Also removes the records of stores that
         no longer exist."""
         stores = {group.prefix_store for group in self._members.present.groups}
         self._failed = {pair for pair in self._failed | {fetch.pair} if stores.issuperset(pair)}
-        self._pauses.keep(self._failed)
-        self._pauses.failed(fetch.pair)
+        self.pauses.keep(self._failed)
+        self.pauses.failed(fetch.pair)
 
     def accesses(self) -> dict[str, StoreAccess]:
         """Return each store with the worker that is called for it. The worker stays the same while the groups stay, so
@@ -157,8 +152,8 @@ class PromptSources:
         target, num_held = self._accesses.get(store), self._sources.index.num_held(store, self._names)
         if target is None:
             return None
-        admits = self._sources.admits
-        more = [(num, source) for num, source in self._holders if num > num_held and admits(source.store, store)]
+        admits = self._sources.pauses.admits
+        more = [(num, source) for num, source in self._holders if num > num_held and admits((source.store, store))]
         if not more:
             return None
         num, source = max(more, key=lambda each: (each[0], each[1].node == target.node))

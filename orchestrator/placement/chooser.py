@@ -149,7 +149,7 @@ class Chooser:
         self.context.generation_load.place(
             record, generation.incarnation, planner, local, tokens=tokens, now_s=self.context.clock.now_s()
         )
-        blocks = snapshot.blocks(generation.layout_fingerprint)
+        blocks = snapshot.prompt.blocks(generation.layout_fingerprint)
         names = _slot_blocks(generation, blocks, option.chain, record.wants_prompt_scores)
         finds_blocks = option.fetch is not None or bool(self.context.prefixes.num_held(generation.prefix_store, names))
         return Plan(

@@ -96,7 +96,10 @@ class GenerationLoad:
         self._forget(id(record))
         self._guests.setdefault(incarnation, {})[id(record)] = guest
         self._incarnation_of[id(record)] = incarnation
-        self._look_through_one()
+        first = next(iter(self._guests))
+        self._present(first)  # removes ended attempts: otherwise those of groups that no longer exist would remain
+        if guests := self._guests.pop(first, None):
+            self._guests[first] = guests
 
     def context_tokens(self, incarnation: Hashable) -> float | None:
         """Return the mean number of tokens per sequence of the group; None if the group has no sequences."""
@@ -120,14 +123,6 @@ class GenerationLoad:
             share = 1.0 if left_s else _LEAST_LEFT  # only the first attempt has begun
             left_s = max(ends_s - now_s, left_s + share * prefill_s)
         return left_s
-
-    def _look_through_one(self) -> None:
-        """Remove ended attempts of one incarnation per call. Otherwise the entries of groups that no longer exist would
-        remain."""
-        incarnation = next(iter(self._guests))
-        self._present(incarnation)
-        if guests := self._guests.pop(incarnation, None):
-            self._guests[incarnation] = guests
 
     def _present(self, incarnation: Hashable) -> list[_Guest]:
         """Return the running attempts on that incarnation of a group. Remove the others, and report finished local

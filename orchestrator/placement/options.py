@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from baton.prefix_blocks import PromptBlocks
 from baton.results.prefill_trace import Placement, PlacementTerms
 from baton.types import TokenRange
 from orchestrator.membership.members import Membership
@@ -97,10 +96,8 @@ class ClusterSnapshot:
         is the name of the group whose load already includes this request; empty if there is none.
         """
         self.record = prompt.record
-        self.view = prompt.context.members.view
-        """Groups that may get new work."""
         self._context = prompt.context
-        self._prompt = prompt
+        self.prompt = prompt
         self.uses_cached = uses_cached and not prompt.record.wants_prompt_scores  # scores need all logits
         self._fetches = self.uses_cached and fetches
         self._held = held
@@ -121,11 +118,6 @@ class ClusterSnapshot:
         the first token to compute. None if the time cannot be predicted."""
         self._steps_s: dict[str, float] = {}
         """Predicted seconds of a decode step of each generation group, by name."""
-
-    def blocks(self, layout_fingerprint: str) -> PromptBlocks:
-        """Return the names of the KV blocks of all tokens whose KV the attempt needs. The names depend on the KV layout
-        with this fingerprint."""
-        return self._prompt.blocks(layout_fingerprint)
 
     def options(
         self, groups: Sequence[GenerationGroup], avoid: Collection[Hashable] = (), *, by_chain: bool = True
@@ -187,7 +179,7 @@ class ClusterSnapshot:
         without the transfer of KV. Chains of incarnations in `avoid` are left out."""
         key = generation.layout_fingerprint, frozenset(avoid)
         if key not in self._chains:
-            groups = self.view.chains_for(generation).prefill
+            groups = self._context.members.view.chains_for(generation).prefill
             ready = [group for group in groups if group.ready and group.incarnation not in avoid]
             chains = [each for group in self._sample(ready, key[0]) for each in self._chains_of(group, key[0])]
             self._chains[key] = [(chain.terms().cost_s, chain) for chain in chains]
@@ -200,7 +192,7 @@ class ClusterSnapshot:
         for start, fetch in self._starts(layout, group.prefix_store):
             key = id(planner), start, num_ranks, group.incarnation if pending else None
             if key not in self._plans:
-                self._plans[key] = self._prompt.chains(planner, start).plan(num_ranks, pending, self._now_s)
+                self._plans[key] = self.prompt.chains(planner, start).plan(num_ranks, pending, self._now_s)
             yield GroupChain(group, self._plans[key], fetch)
 
     def _step_s(self, generation: GenerationGroup) -> float:
@@ -219,7 +211,7 @@ class ClusterSnapshot:
         yield self._cached_tokens(layout, store), None
         if self._fetches and store:
             if layout not in self._sources:
-                self._sources[layout] = PromptSources(self._context.sources, self.blocks(layout))
+                self._sources[layout] = PromptSources(self._context.sources, self.prompt.blocks(layout))
             if (fetch := self._sources[layout].into(store)) is not None:
                 yield fetch.num_tokens, fetch
 
@@ -228,7 +220,7 @@ class ClusterSnapshot:
         if not self.uses_cached or not store:
             return 0
         if (layout, store) not in self._cached:
-            blocks = self.blocks(layout)
+            blocks = self.prompt.blocks(layout)
             self._cached[layout, store] = blocks.cached_tokens(self._context.prefixes.num_held(store, blocks.names))
         return self._cached[layout, store]
 
