@@ -142,7 +142,7 @@ class StepBound:
         suffices to end all waiting prefills. The drafts of the next step are not planned yet. As many drafts per
         sequence as in the latest step are assumed.
         """
-        if not decoding.num_rows or self._is_unlimited or self.may_burst(decoding):
+        if not decoding.num_rows or self.may_burst(decoding):
             return math.inf
         if waiting * self.cost.prefill_s <= self._patience_s:
             return math.inf
@@ -159,7 +159,8 @@ class StepBound:
         after `_MOST_MIXED` successive mixed steps. It is also the case after one mixed step if more sequences decode
         now than in any earlier step that only decoded, or if the mixed step took less than the predicted time of
         decoding alone. It is never the case directly after a step that only decoded."""
-        if not self._num_mixed or not decoding.num_rows or self._is_unlimited:
+        is_unlimited = math.inf in (self._max_stretch, self._budget_s)
+        if not self._num_mixed or not decoding.num_rows or is_unlimited:
             return False
         is_due = self.cost.is_decode_due or decoding.num_rows > self._most_rows
         return self._num_mixed >= (1 if is_due else _MOST_MIXED)
@@ -174,10 +175,6 @@ class StepBound:
             self._most_rows = max(self._most_rows, decoding.num_rows)
         self._regain(decoding, work, seconds)
         self.cost.observe(decoding.work, work, seconds - decoding.draft_s, is_replayed=is_replayed)
-
-    @property
-    def _is_unlimited(self) -> bool:
-        return math.inf in (self._max_stretch, self._budget_s)
 
     def _bound_s(self, decode_s: float) -> float:
         """Return the maximum seconds of a mixed step whose decoding alone takes `decode_s` seconds."""
