@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from baton.errors import ConfigError
@@ -199,7 +200,7 @@ def measure(
     half spends at least `seconds` seconds on each rate. Return their profile for this dtype, or None if two halves
     differed twice. `done` is called with the number of halves that were measured or became unnecessary, NUM_HALVES in
     total. Sets the number of torch's threads. Blocks."""
-    half = _gpu_half(dtype, seconds) if device == "cuda" else _core_half(dtype, num_threads, seconds)
+    half = partial(_gpu_half, dtype, seconds) if device == "cuda" else partial(_core_half, dtype, num_threads, seconds)
     for num_left in range(NUM_HALVES - 2, -1, -2):  # each pass measures two
         first, _unused = half()
         done(1)
@@ -212,9 +213,9 @@ def measure(
     return None
 
 
-def _core_half(dtype: str, num_threads: int, seconds: float) -> Callable[[], Half]:
-    """Return a function that measures rates of products, of attention and of reading memory: first those of one core,
-    then those of all cores together."""
+def _core_half(dtype: str, num_threads: int, seconds: float) -> Half:
+    """Measure rates of products, of attention and of reading memory: first those of one core, then those of all cores
+    together."""
     import torch
 
     from baton.modeling.forward.attention import default_kernel
@@ -223,24 +224,20 @@ def _core_half(dtype: str, num_threads: int, seconds: float) -> Callable[[], Hal
     kind = getattr(torch, dtype)
     attention = attention_work(default_kernel(CPU, kind), _CPU_SHAPE, _CPU_PROMPT, kind)
     works = layer_work(_CPU_SHAPE, _CPU_PROMPT[0], kind), attention, read_work()
-
-    def half() -> Half:
-        torch.set_num_threads(1)
-        alone = [rate_of(work, seconds, time.thread_time) for work in works]
-        torch.set_num_threads(num_threads)
-        together = [rate_of(work, seconds) for work in works]
-        each = zip(alone, together, strict=True)
-        linear, pair, _ = (min(max(whole / num_threads, core / 2), core) for core, whole in each)
-        assumed, memory = cpu_rank(1, DTYPE_BYTES[dtype]), min(alone[2], together[2])
-        core = replace(assumed, linear_flops=linear, pair_flops=pair, memory_bandwidth=memory)
-        return alone, DeviceProfile("CPU core", "cpu", core, shared_bandwidth=together[2], is_measured=True)
-
-    return half
+    torch.set_num_threads(1)
+    alone = [rate_of(work, seconds, time.thread_time) for work in works]
+    torch.set_num_threads(num_threads)
+    together = [rate_of(work, seconds) for work in works]
+    each = zip(alone, together, strict=True)
+    linear, pair, _ = (min(max(whole / num_threads, core / 2), core) for core, whole in each)
+    assumed, memory = cpu_rank(1, DTYPE_BYTES[dtype]), min(alone[2], together[2])
+    core = replace(assumed, linear_flops=linear, pair_flops=pair, memory_bandwidth=memory)
+    return alone, DeviceProfile("CPU core", "cpu", core, shared_bandwidth=together[2], is_measured=True)
 
 
-def _gpu_half(dtype: str, seconds: float) -> Callable[[], Half]:
-    """Return a function that measures a GPU's rates of products, of attention, of reading memory, of launching layers
-    and of copies from the host. KV between workers passes through host memory, so these copies limit the link."""
+def _gpu_half(dtype: str, seconds: float) -> Half:
+    """Measure a GPU's rates of products, of attention, of reading memory, of launching layers and of copies from the
+    host. KV between workers passes through host memory, so these copies limit the link."""
     import torch
 
     from baton.modeling.device.making import make_device
@@ -261,14 +258,11 @@ def _gpu_half(dtype: str, seconds: float) -> Callable[[], Half]:
         torch.cuda.synchronize(where)
         return time.perf_counter()
 
-    def half() -> Half:
-        found = [rates.rate_of(work, seconds, clock) for work in works]
-        linear, pair, memory, layers, copies = found
-        link = LinkModel(nominal.link.latency_s, min(nominal.link.bandwidth, copies))
-        hardware = Hardware(linear, pair, link, memory_bandwidth=memory, fixed_s=nominal.fixed_s, issue_s=1 / layers)
-        return found, DeviceProfile(name, "cuda", hardware, memory, is_measured=True)
-
-    return half
+    found = [rates.rate_of(work, seconds, clock) for work in works]
+    linear, pair, memory, layers, copies = found
+    link = LinkModel(nominal.link.latency_s, min(nominal.link.bandwidth, copies))
+    hardware = Hardware(linear, pair, link, memory_bandwidth=memory, fixed_s=nominal.fixed_s, issue_s=1 / layers)
+    return found, DeviceProfile(name, "cuda", hardware, memory, is_measured=True)
 
 
 def _mps() -> str:

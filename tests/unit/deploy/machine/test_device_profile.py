@@ -151,15 +151,15 @@ def test_this_core_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1e8 < core.memory_bandwidth <= profile.shared_bandwidth
 
 
-def halves(*rates: float) -> Callable[..., Callable[[], Half]]:
-    """A function that makes halves of measurements with these rates, one after another."""
+def halves(*rates: float) -> Callable[..., Half]:
+    """A function that returns halves of measurements with these rates, one after another."""
     found = iter(rates)
 
     def half() -> Half:
         rate = next(found)
         return [1e9, rate], replace(PROFILE, shared_bandwidth=rate)
 
-    return lambda *_: half
+    return lambda *_: half()
 
 
 @pytest.mark.parametrize(
