@@ -76,7 +76,7 @@ def derive(shape: ModelShape, hardware: Hardware) -> CostModel:
         project_share=shape.project_share,
         fixed_s=hardware.fixed_s,
         issue_s=hardware.issue_s,
-        head_s=shape.head_flops / hardware.linear_flops,
+        head_s=2 * shape.hidden * shape.vocab / hardware.linear_flops,
         copy_s=2 * shape.kv_bytes / hardware.memory_bandwidth,
         link=hardware.link,
     )

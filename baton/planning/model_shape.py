@@ -100,11 +100,6 @@ class ModelShape:
         return 4 * self.num_heads * self.head_dim
 
     @property
-    def head_flops(self) -> int:
-        """FLOPs of the output head for the logits of one token."""
-        return 2 * self.hidden * self.vocab
-
-    @property
     def kv_bytes(self) -> int:
         """Size in bytes of one token's K and V in one layer."""
         return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
