@@ -36,7 +36,7 @@ class BlockFetcher:
         """Fetch the blocks within a bounded time, and return the result. If the fetch fails, the result says so; no
         BatonError is raised."""
         start_s = self._clock.now_s()
-        is_probe = self._sources.began(fetch)
+        is_probe = self._sources.pauses.of(fetch.pair).began()
         try:
             with self._clients.use(fetch.target.endpoint) as worker:
                 report = await worker.fetch_blocks(fetch)
@@ -64,6 +64,6 @@ class BlockFetcher:
         if report.num_bytes:
             self._planner.observe_fetch(report.num_bytes, report.copying_s, is_far=fetch.is_far)
         if not report.shortfall:
-            self._sources.succeeded(fetch, is_probe=is_probe)
+            self._sources.pauses.of(fetch.pair).succeeded(is_probe=is_probe)
         elif not report.missing_block:  # a wrong hint does not mean that the link is bad
             self._sources.failed(fetch)

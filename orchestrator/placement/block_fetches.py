@@ -90,21 +90,12 @@ class BlockSources:
     def __init__(self, members: Membership, index: PrefixIndex, planner: ChainPlanner, clock: Clock) -> None:
         self.pauses = Breakers(clock, 1, _PAUSES)
         """Circuit breakers by pair (source store, target store). A breaker pauses fetches between its two stores after
-        a failure."""
+        a failure. The first fetch after a pause is a probe: no other one begins until it ends."""
         self._failed: set[tuple[str, str]] = set()
         """Pairs (source store, target store) that have a circuit breaker because a fetch has failed."""
         self._members = members
         self.index = index
         self.planner = planner
-
-    def began(self, fetch: BlockFetch) -> bool:
-        """Record that a fetch begins. Return True if it is a probe, i.e. the first fetch after a pause. No other fetch
-        between the same two stores may begin until the probe ends."""
-        return self.pauses.of(fetch.pair).began()
-
-    def succeeded(self, fetch: BlockFetch, *, is_probe: bool) -> None:
-        """Record that a fetch succeeded. `is_probe` is the value that `began` returned for this fetch."""
-        self.pauses.of(fetch.pair).succeeded(is_probe=is_probe)
 
     def failed(self, fetch: BlockFetch) -> None:
         """Record that a fetch failed, and pause fetches between its two stores. Also removes the records of stores that
@@ -138,17 +129,11 @@ class PromptSources:
         self._holders = heapq.nlargest(_MOST_HOLDERS, (each for each in held if each[0]), key=lambda each: each[0])
         """Possible source stores, those with the most blocks first. Each entry is the number of the prompt's leading
         blocks in the store, and the store."""
-        self._found: dict[str, BlockFetch | None] = {}
 
     def into(self, store: str) -> BlockFetch | None:
         """Return the planned fetch of blocks into `store` from the store that has the most leading blocks of the
         prompt. Return None if no other store has more of these blocks. Stores from which fetches into `store` are
         paused are ignored."""
-        if store not in self._found:
-            self._found[store] = self._best(store)
-        return self._found[store]
-
-    def _best(self, store: str) -> BlockFetch | None:
         target, num_held = self._accesses.get(store), self._sources.index.num_held(store, self._names)
         if target is None:
             return None

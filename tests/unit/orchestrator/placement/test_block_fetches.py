@@ -148,13 +148,13 @@ async def test_a_pause_ends_with_a_fetch_that_goes_well_and_grows_with_one_that_
     sources, fetch = cluster.chooser.context.sources, await cluster.fetch()
     sources.failed(fetch)
     cluster.clock.advance(1.01)
-    assert sources.began(fetch)
+    assert sources.pauses.of(fetch.pair).began()
     assert (await cluster.plan()).fetch is None  # nobody joins the first one after a pause
     sources.failed(fetch)
     cluster.clock.advance(1.01)
     assert (await cluster.plan()).fetch is None
     cluster.clock.advance(1.0)
-    sources.succeeded(fetch, is_probe=sources.began(fetch))
+    sources.pauses.of(fetch.pair).succeeded(is_probe=sources.pauses.of(fetch.pair).began())
     assert (await cluster.plan()).fetch is not None
 
 
