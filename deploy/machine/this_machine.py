@@ -7,7 +7,6 @@ import os
 import runpy
 import shutil
 import subprocess
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -76,8 +75,11 @@ class Machine:
 def prepare_machine(console: Console) -> Machine:
     """Find the fastest kernels, and measure the rates of one core. A measurement that was made before on this kind of
     processor is not repeated. Return the properties of this machine."""
-    kernels = prepare_kernels(console)
-    _prepare_rates(console)
+    kernels = prepare_kernels(console)  # before the rates, which are those of the chosen kernels
+    is_missing = any(must_measure("cpu", dtype_bytes) for dtype_bytes in DTYPE_BYTES.values())
+    text = "measuring what a core of this processor reaches"
+    if is_missing and (reason := _measure("deploy.machine.device_profile", text, console)):
+        console.print(f"rates cannot be measured ({reason}): predictions begin with assumed ones")
     return replace(inspect_machine(), kernels=kernels)
 
 
@@ -87,8 +89,7 @@ def inspect_machine() -> Machine:
     available = free_bytes() if Path("/proc/meminfo").is_file() else pages
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    machine = Machine(frozenset(cores), available, shm, native.chosen_set())
-    return replace(machine, gpus=find_gpus(), has_cuda=_has_cuda())
+    return Machine(frozenset(cores), available, shm, native.chosen_set(), gpus=find_gpus(), has_cuda=_has_cuda())
 
 
 def gpu_name() -> str:
@@ -156,26 +157,18 @@ def prepare_kernels(console: Console) -> tuple[KernelChoice, ...]:
     """Return the fastest CPU kernels for this kind of processor, which are measured now unless they were measured
     before. An empty tuple means that no choice was made; each worker then chooses its own kernels. The measurement runs
     in a separate process, because a launcher does not import torch."""
-    if native.may_need_measuring():
-        with _doing("measuring the kernels on this processor", console):
-            if reason := failure_of("baton.modeling.kernels"):
-                console.print(f"kernels cannot be measured ({reason}): workers measure them as they start")
+    text = "measuring the kernels on this processor"
+    if native.may_need_measuring() and (reason := _measure("baton.modeling.kernels", text, console)):
+        console.print(f"kernels cannot be measured ({reason}): workers measure them as they start")
     choice = load_choice()
     return () if choice is None else (choice,)
 
 
-def _prepare_rates(console: Console) -> None:
-    """Measure the rates of one core, the basis of the first predictions, unless they were measured before. Runs in a
-    separate process. Must be called after `prepare_kernels`, because the chosen kernels are measured."""
-    if any(must_measure("cpu", dtype_bytes) for dtype_bytes in DTYPE_BYTES.values()):
-        with _doing("measuring what a core of this processor reaches", console):
-            if reason := failure_of("deploy.machine.device_profile"):
-                console.print(f"rates cannot be measured ({reason}): predictions begin with assumed ones")
-
-
-def _doing(text: str, console: Console) -> AbstractContextManager[object]:
-    """Show `text` while the `with` block runs: on a terminal with a spinner, elsewhere as a line."""
+def _measure(module: str, text: str, console: Console) -> str:
+    """Run a module that measures in a separate process. Return the reason if it failed, or an empty string. Meanwhile
+    show `text`: on a terminal with a spinner, elsewhere as a line."""
     if console.is_terminal:
-        return console.status(text)
+        with console.status(text):
+            return failure_of(module)
     console.print(text, markup=False, soft_wrap=True)
-    return nullcontext()
+    return failure_of(module)
