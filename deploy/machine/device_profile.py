@@ -68,6 +68,8 @@ _AGREEMENT = 0.2
 """Largest fraction by which the two halves of a measurement may differ."""
 _RETRY_S = 3600.0
 """Time in seconds after a failed measurement in which the device is not measured again."""
+Progress = Callable[[int], None]
+"""Function that is called with 4 in parts for each measured dtype, as the work advances."""
 Half = tuple[list[float], DeviceProfile]
 """Result of half a measurement: the rates that must agree with those of the other half, and the profile."""
 
@@ -154,12 +156,7 @@ def must_measure(device: str, dtype_bytes: int, gpu: str = "") -> bool:
 
 
 def keep_profiles(
-    device: str,
-    dtypes: Sequence[str],
-    gpu: str = "",
-    *,
-    seconds: float | None = None,
-    done: Callable[[int], None] = lambda _: None,
+    device: str, dtypes: Sequence[str], gpu: str = "", *, seconds: float | None = None, done: Progress = lambda _: None
 ) -> list[str]:
     """Measure the profiles of these dtypes for about `seconds` seconds each, and replace the kept ones. `seconds` None:
     measure only those that must be measured, in a short time. Return the dtypes that were measured and whose halves
@@ -190,11 +187,7 @@ def keep_profiles(
 
 
 def measure(
-    device: str,
-    dtype: str,
-    num_threads: int,
-    seconds: float = _SECONDS,
-    done: Callable[[int], None] = lambda _: None,
+    device: str, dtype: str, num_threads: int, seconds: float = _SECONDS, done: Progress = lambda _: None
 ) -> DeviceProfile | None:
     """Measure the rates of the GPU if `device` is "cuda", else of one CPU core while `num_threads` cores compute. Each
     half spends at least `seconds` seconds on each rate. Return their profile for this dtype, or None if two halves
