@@ -149,16 +149,6 @@ class ChainPlanner:
         predictions."""
         if not ranks:
             return
-        self._observe_messages(ranks)
-        if num_bytes := sum(rank.num_bytes_pushed for rank in ranks):
-            link, end_ns = self.nominal.prefill.link, max(rank.end_ns for rank in ranks)
-            tail_s = max((max(rank.push_end_ns for rank in ranks) - end_ns) / 1e9 - link.latency_s, 0.0)
-            run_s = (end_ns - min(rank.start_ns for rank in ranks)) / 1e9
-            moved_s = min(tail_s * self.cost.num_layers, tail_s + run_s)  # tail_s: the larger part, as in `push_s`
-            self._push_pace.note(moved_s, num_bytes / link.bandwidth)
-        self._rank_costs.observe(group, ranks)
-
-    def _observe_messages(self, ranks: Sequence[RankTiming]) -> None:
         link = self.nominal.prefill.link
         num_bytes = sum(rank.num_bytes_sent for rank in ranks)
         predicted_s = sum(rank.num_messages_sent for rank in ranks) * link.latency_s + num_bytes / link.bandwidth
@@ -166,6 +156,13 @@ class ChainPlanner:
         factor = 2 ** (round(_STEPS_PER_OCTAVE * math.log2(self._send_pace.factor)) / _STEPS_PER_OCTAVE)
         if factor != self._send_factor:
             self._send_factor, self._costs = factor, (None, self._costs[1])
+        if num_bytes := sum(rank.num_bytes_pushed for rank in ranks):
+            end_ns = max(rank.end_ns for rank in ranks)
+            tail_s = max((max(rank.push_end_ns for rank in ranks) - end_ns) / 1e9 - link.latency_s, 0.0)
+            run_s = (end_ns - min(rank.start_ns for rank in ranks)) / 1e9
+            moved_s = min(tail_s * self.cost.num_layers, tail_s + run_s)  # tail_s: the larger part, as in `push_s`
+            self._push_pace.note(moved_s, num_bytes / link.bandwidth)
+        self._rank_costs.observe(group, ranks)
 
     def chunks(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
         """Partition `tokens` into consecutive, non-empty ranges, one for each rank in rank order. Tokens before
