@@ -160,7 +160,7 @@ class ChainPlanner:
             end_ns = max(rank.end_ns for rank in ranks)
             tail_s = max((max(rank.push_end_ns for rank in ranks) - end_ns) / 1e9 - link.latency_s, 0.0)
             run_s = (end_ns - min(rank.start_ns for rank in ranks)) / 1e9
-            moved_s = min(tail_s * self.cost.num_layers, tail_s + run_s)  # tail_s: the larger part, as in `push_s`
+            moved_s = min(tail_s * self.cost.num_layers, tail_s + run_s)  # tail_s: the larger part, as in `transfer_s`
             self._push_pace.note(moved_s, num_bytes / link.bandwidth)
         self._rank_costs.observe(group, ranks)
 
@@ -208,10 +208,10 @@ class ChainPlanner:
         average, according to nominal costs."""
         return self.nominal.step.plain_s(batch, context)
 
-    def push_s(self, num_tokens: int, prefill_s: float) -> float:
+    def transfer_s(self, num_tokens: int, prefill_s: float, *, is_elsewhere: bool = False) -> float:
         """Return the predicted time in seconds from the end of a chain's computation until all KV of its `num_tokens`
         tokens has arrived at the generation group. `prefill_s` is the chain's compute time, during which most KV is
-        already sent.
+        already sent. `is_elsewhere` is True if no rank of the chain is on the group's node.
 
         The KV of the last layer is always sent after the computation. On a slow link, so is some KV of earlier layers.
         The time is computed from the link's nominal latency, and from its bandwidth as observed at earlier pushes or,
@@ -219,15 +219,8 @@ class ChainPlanner:
         """
         cost, link = self.nominal.prefill, self.nominal.prefill.link
         moved_s = self._push_pace.factor * num_tokens * cost.kv_bytes * cost.num_layers / link.bandwidth
-        return link.latency_s + max(moved_s / cost.num_layers, moved_s - prefill_s)
-
-    def transfer_s(self, num_pushed: int, prefill_s: float, *, is_elsewhere: bool) -> float:
-        """Return the time in seconds from the end of a chain's computation until the generation group has the KV of
-        `num_pushed` tokens. `prefill_s` is the compute time of the chain. `is_elsewhere` is True if no rank of the
-        chain is on the group's node."""
-        pushed_s = self.push_s(num_pushed, prefill_s)
-        # to another node, the last piece there, and the commit's answer back
-        return pushed_s + 2 * self.nominal.prefill.link.latency_s if is_elsewhere else pushed_s
+        num_latencies = 3 if is_elsewhere else 1  # to another node, also the last piece there, and the answer back
+        return num_latencies * link.latency_s + max(moved_s / cost.num_layers, moved_s - prefill_s)
 
     def alone_s(self, tokens: TokenRange) -> float | None:
         """Return the predicted time in seconds in which a generation group computes `tokens` itself while no other

@@ -61,7 +61,7 @@ class ServiceModel:
         chunks = self.planner.chunks(TokenRange(0, num_tokens), self.num_ranks)
         alone_s = self.planner.ttft_s(chunks)
         busy_s = sum(self.planner.rank_s(chunks)) / self.num_ranks
-        return busy_s, alone_s + self.planner.push_s(num_tokens, alone_s)
+        return busy_s, alone_s + self.planner.transfer_s(num_tokens, alone_s)
 
     def step_s(self, rows: float, context: float) -> float:
         """Return the duration in seconds of a decode step of `rows` sequences. `context` is the mean context length of

@@ -270,14 +270,14 @@ def test_partitions_follow_the_link_that_messages_had(width: int) -> None:
 
 def test_kv_that_does_not_fit_beside_the_chain_takes_longer_than_its_last_layer() -> None:
     planner = planner_of(SLOW, max_ranks=1)
-    assert planner.push_s(10, prefill_s=100.0) == pytest.approx(0.5 + 1.0)  # the last layer's 1,000 bytes
-    assert planner.push_s(10, prefill_s=2.0) == pytest.approx(0.5 + 8.0)
+    assert planner.transfer_s(10, prefill_s=100.0) == pytest.approx(0.5 + 1.0)  # the last layer's 1,000 bytes
+    assert planner.transfer_s(10, prefill_s=2.0) == pytest.approx(0.5 + 8.0)
 
 
 def test_what_pushes_take_is_scaled_by_what_they_took_after_their_chains() -> None:
     planner = planner_of(SLOW, max_ranks=1)
     planner.observe("group", [pushed(end_ns=100 * 10**9, push_end_ns=103 * 10**9, num_bytes=10_000)])
-    assert planner.push_s(10, prefill_s=100.0) == pytest.approx(3.0)
+    assert planner.transfer_s(10, prefill_s=100.0) == pytest.approx(3.0)
 
 
 def test_a_fetch_takes_its_bytes_and_a_way_there_and_back_between_hosts() -> None:

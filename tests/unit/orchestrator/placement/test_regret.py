@@ -206,7 +206,7 @@ class Case:
 
     def _timings(self, truth: ChainPlanner, chunks: tuple[TokenRange, ...], start_ns: int) -> list[RankTiming]:
         """Return the timings that the ranks report of a chain that ran alone."""
-        tail_ns = round(1e9 * truth.push_s(chunks[-1].end, truth.ttft_s(chunks)))
+        tail_ns = round(1e9 * truth.transfer_s(chunks[-1].end, truth.ttft_s(chunks)))
         end_ns = start_ns + round(1e9 * max(truth.rank_s(chunks)))
         num_bytes = SHAPE.num_layers * SHAPE.kv_bytes
         timings = []
