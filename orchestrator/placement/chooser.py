@@ -150,7 +150,9 @@ class Chooser:
             record, generation.incarnation, planner, local, tokens=tokens, now_s=self.context.clock.now_s()
         )
         blocks = snapshot.prompt.blocks(generation.layout_fingerprint)
-        names = _slot_blocks(generation, blocks, option.chain, record.wants_prompt_scores)
+        names: tuple[str, ...] = ()
+        if generation.prefix_store and not record.wants_prompt_scores:
+            names = blocks.names if option.chain is not None else blocks.cached(blocks.cached_tokens(len(blocks.names)))
         finds_blocks = option.fetch is not None or bool(self.context.prefixes.num_held(generation.prefix_store, names))
         return Plan(
             *(generation, option.chain, placement, blocks, names),
@@ -260,12 +262,3 @@ class Chooser:
 
     def _policy(self, record: RequestRecord) -> Disaggregation:
         return "always" if record.request.by_chain else self._config.disaggregation
-
-
-def _slot_blocks(
-    generation: GenerationGroup, blocks: PromptBlocks, chain: GroupChain | None, wants_prompt_scores: bool
-) -> tuple[str, ...]:
-    """Return the names of the blocks that a slot of the group may load from its node's prefix store."""
-    if not generation.prefix_store or (chain is None and wants_prompt_scores):
-        return ()
-    return blocks.names if chain is not None else blocks.cached(blocks.cached_tokens(len(blocks.names)))

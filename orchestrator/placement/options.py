@@ -228,10 +228,8 @@ class ClusterSnapshot:
         """Return True if the group's free memory, as last reported, is too small for the KV of the prompt. Return False
         if the free memory is unknown."""
         free, cost = self._context.members.num_bytes_free.get(generation.name), self._context.planner.cost
-        if free is None:
-            return False
         num_tokens = self.record.request.num_slots * self.record.num_tokens
-        return free < num_tokens * cost.num_layers * cost.kv_bytes
+        return free is not None and free < num_tokens * cost.num_layers * cost.kv_bytes
 
     def _sample(self, groups: Sequence[G], layout: str) -> Sequence[G]:
         """Return at most `_MOST_PRICED` of the groups: those with the most cached tokens of the prompt, and then those
