@@ -1,6 +1,6 @@
-"""Whole models whose weights are kept as they are stored compute, bit by bit, what the same models compute with weights
-in bf16, where products have operands in bf16: prompts, chains, steps of few and of many tokens, drafts, and selected
-keys."""
+"""Whole models whose weights are kept as they are stored. Prompts, chains, and steps of more than four tokens compute,
+bit by bit, what the same models compute with weights in bf16, where products have operands in bf16. Steps of few tokens
+use exact weights, and are as close to fp32."""
 
 import random
 import shutil
@@ -30,7 +30,7 @@ from baton.types import KernelChoice, TokenRange
 from tests.conftest import MODEL_CACHE
 from tests.support.engines.chains import ChainGroup, reference
 from tests.support.engines.generation import harness
-from tests.support.engines.infinigen import infinigen, prepared
+from tests.support.engines.infinigen import ALL, infinigen, prepared
 from tests.support.kernels.paths import has_tiles
 from tests.support.models.first_layers import write_first_layers
 from tests.support.models.gguf_blocks import random_blocks
@@ -83,13 +83,12 @@ def samples(kernels: None, folders: tuple[Path, Path]) -> tuple[Decoder, Decoder
 
 
 def check_same(stored: Decoder, plain: Decoder, token_ids: Sequence[int]) -> None:
-    """A prompt and steps of one, four and nine tokens have the same logits and KV."""
+    """The KV of a prompt is the same, and so are the logits of steps of five and of nine tokens."""
     for each in stored.weights.layers:
         assert isinstance(each.qkv, PanelLinear) and each.qkv.num_bytes < 0.75 * plain.weights.layers[0].qkv.num_bytes
-    for got, expected in zip(reference(stored, token_ids), reference(plain, token_ids), strict=True):
-        assert torch.equal(got, expected)
-    for num_new in (1, 4, 9):
-        assert torch.equal(steps(stored, token_ids[:72], num_new), steps(plain, token_ids[:72], num_new))
+    assert torch.equal(reference(stored, token_ids)[0], reference(plain, token_ids)[0])
+    for num_new in (5, 9):
+        assert torch.equal(steps(stored, token_ids[:90], num_new), steps(plain, token_ids[:90], num_new))
 
 
 @torch.inference_mode()
@@ -172,32 +171,43 @@ def test_chains(samples: tuple[Decoder, Decoder], smollm2: Path) -> None:
 
 @pytest.mark.parametrize("speculation", ["off", "streaming", "ngram"])
 def test_drafts(speculation: str, samples: tuple[Decoder, Decoder], smollm2: Path) -> None:
+    stored, plain = samples
     token_ids = passage_ids(smollm2, 90)
-    answers = []
-    for decoder in samples:
-        with harness(decoder=decoder, max_slot_tokens=256, speculation=speculation) as made:
-            answers.append(made.answer(token_ids, PARAMS).token_ids)
-    assert answers[0] == answers[1] and len(answers[0]) == PARAMS.max_tokens
+    with harness(decoder=stored, max_slot_tokens=256, speculation=speculation) as made:
+        check_answer(plain, token_ids, made.answer(token_ids, PARAMS).token_ids)
 
 
 def test_selected_keys(samples: tuple[Decoder, Decoder], smollm2: Path) -> None:
+    """With a selection of all keys, which must be those that the plain model attends to."""
+    stored, plain = samples
     token_ids = passage_ids(smollm2, 90)
-    answers = []
-    for decoder in samples:
-        policy = infinigen(prepared(decoder=decoder), decoder)
-        with harness(decoder=decoder, max_slot_tokens=256, policy=policy, poison=False) as made:
-            answers.append(made.answer(token_ids, PARAMS).token_ids)
-    assert answers[0] == answers[1] and len(answers[0]) == PARAMS.max_tokens
+    policy = infinigen(prepared(ALL, decoder=stored), stored)
+    with harness(decoder=stored, max_slot_tokens=256, policy=policy, poison=False) as made:
+        check_answer(plain, token_ids, made.answer(token_ids, PARAMS).token_ids)
+
+
+def check_answer(plain: Decoder, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> None:
+    """Each token is the one that the plain model chooses after the tokens before it, or its logit is as large up to
+    what steps in bf16 differ by."""
+    assert len(answer_ids) == PARAMS.max_tokens
+    logits_TV = steps(plain, [*prompt_ids, *answer_ids[:-1]], 1)[-len(answer_ids) :].float()
+    chosen_T = logits_TV.gather(1, torch.tensor(answer_ids).unsqueeze(1)).squeeze(1)
+    gaps_T = logits_TV.amax(1) - chosen_T
+    assert (gaps_T <= 0.5).all() and (gaps_T > 0).sum() <= 2, gaps_T
 
 
 @torch.inference_mode()
-def test_operands_in_fp32_err_less(folders: tuple[Path, Path], smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where operands are widened, stored weights are not rounded to bf16. The logits are then closer to fp32 than those
-    of weights in bf16, each compared with its own weights in fp32."""
-    monkeypatch.setattr(KERNELS, "_choice", KernelChoice(processor_kind(), WIDENED, WIDENED, None))
-    token_ids, errors = passage_ids(smollm2, 400), []
+@pytest.mark.parametrize(("panels", "num_new"), [(WIDENED, 1), (WIDENED, 9), (DOT, 1), (DOT, 4)])
+def test_exact_weights_err_no_more(
+    panels: str, num_new: int, folders: tuple[Path, Path], smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits of steps of few tokens, and of all where operands are widened, are as close to fp32 as those of
+    weights in bf16, each compared with its own weights in fp32."""
+    monkeypatch.setattr(KERNELS, "_choice", KernelChoice(processor_kind(), WIDENED, panels, None))
+    token_ids, errors = passage_ids(smollm2, 200), []
     for folder in folders:
         exact, rounded = load_decoder(folder), load_decoder(folder, dtype="bfloat16")
-        logits = [steps(each, token_ids, 9) for each in (exact, rounded)]
+        logits = [steps(each, token_ids, num_new) for each in (exact, rounded)]
         errors.append((logits[1].double() - logits[0].double()).square().mean().sqrt())
-    assert 0.01 < errors[0] <= 1.02 * errors[1]
+    print(f"{panels}, {num_new} tokens: RMS errors of logits {errors[0]:.4f} and {errors[1]:.4f}")
+    assert 0.01 < errors[0] <= 1.05 * errors[1]

@@ -92,8 +92,9 @@ class PanelLinear:
     """Linear layer that is computed by the C++ kernel, which must have been loaded. The weight is stored only in panels
     (blocks of 32 rows that the kernel reads sequentially).
 
-    A `StoredWeight` keeps its codes, which the kernel dequantises. If the multiplication method has operands in bf16,
-    results equal, bit for bit, those of the same weight in bf16. Otherwise weights are not rounded to bf16.
+    A `StoredWeight` keeps its codes. Calls with at most four rows multiply by the codes, and calls with more rows by
+    dequantised weights. If the multiplication method has operands in bf16, the results of these equal, bit for bit,
+    those of the same weight in bf16. Other results are those of exact weights.
 
     If `int8` is set, a weight in bf16 is rounded to int8 with one scale per row, which halves the number of bytes to
     read.

@@ -119,7 +119,11 @@ inline void store_floats(uint16_t* to, Floats values) {
 }
 inline void store_floats(float* to, Floats values) { store(to, values); }
 
-// Rounds twice kLanes numbers.
+// Stores twice kLanes numbers.
+inline void store_both(float* to, Floats first, Floats second) {
+  store(to, first);
+  store(to + kLanes, second);
+}
 inline void store_both(uint16_t* to, Floats first, Floats second) {
 #ifdef __AVX512BF16__
   store(to, _mm512_cvtne2ps_pbh(second, first));

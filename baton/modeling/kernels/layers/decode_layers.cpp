@@ -52,11 +52,28 @@ void run_panels(const LinearProblem& p, const std::vector<Block>& blocks, void* 
   multiply_few<Way>(p, blocks, x, first, last);
 }
 
-// A linear layer's weights, and the functions that multiply them.
-struct Linear {
-  LinearProblem weights;
+Packing packing_by_codes(int64_t T, int64_t K) { return {{}, by_codes_size(T, K) * int64_t(sizeof(float))}; }
+
+void run_by_codes(const LinearProblem& p, const std::vector<Block>&, void* packed, int64_t first, int64_t last) {
+  if (first == last) return;
+  auto* x = static_cast<float*>(packed);
+  p.by_codes->pack(p, x);
+  multiply_by_codes(p, x, first, last);
+}
+
+// Functions that multiply rows by weights.
+struct Operation {
   Packing (*packing)(int64_t, int64_t);
   void (*run)(const LinearProblem&, const std::vector<Block>&, void*, int64_t, int64_t);
+};
+
+struct Linear {
+  LinearProblem weights;
+  Operation operation;
+
+  Operation of_rows(int64_t T) const {
+    return weights.by_codes && T <= kCodeRows ? Operation{packing_by_codes, run_by_codes} : operation;
+  }
 };
 
 // A layer's linear layers, in the order in which they run.
@@ -95,7 +112,7 @@ class Step {
     tasks_.divide(problem, num_threads, Attention<P, kLie>::height);
     int64_t most_bytes = 0;
     for (int part = 0; part < kNumParts; ++part) {  // all layers have the shapes of the first
-      packings_[part] = layers[0][part].packing(T_, layers[0][part].weights.K);
+      packings_[part] = layers[0][part].of_rows(T_).packing(T_, layers[0][part].weights.K);
       most_bytes = std::max(most_bytes, packings_[part].num_bytes);
     }
     for (int i = 0; i < num_threads; ++i) own_.emplace_back(problem, tasks_.found(), most_bytes);
@@ -146,7 +163,7 @@ class Step {
     LinearProblem p = layer[part].weights;
     p.x = x, p.residual = residual, p.y = y;
     p.M = T_, p.x_row = p.K, p.residual_row = p.N;
-    layer[part].run(p, packings_[part].blocks, own_[me.number].packed.data(), me.first(p.P), me.last(p.P));
+    layer[part].of_rows(T_).run(p, packings_[part].blocks, own_[me.number].packed.data(), me.first(p.P), me.last(p.P));
   }
 
   void turn_and_append(const AttentionProblem& p, Member me) {
@@ -201,10 +218,9 @@ class DecodeLayers {
 
   // Adds the next linear layer: of each layer its parts in turn. What the weights point to must outlive this object.
   void add(const Weights& weights) {
-    Linear linear{of_weights(weights, linears_), nullptr, nullptr};
+    Linear linear{of_weights(weights, linears_), {}};
     with_way(weights, linears_, [&](auto way) {
-      linear.packing = packing<decltype(way)>;
-      linear.run = run_panels<decltype(way)>;
+      linear.operation = {packing<decltype(way)>, run_panels<decltype(way)>};
     });
     added_.push_back(linear);
     if (added_.size() < kNumParts) return;

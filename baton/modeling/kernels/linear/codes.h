@@ -1,6 +1,6 @@
 // Weights as a checkpoint stores them: codes of 4, 6 or 8 bits, with scales for groups of inputs (calls/codes.py packs
-// them). They are dequantised, strip by strip, just before they are multiplied: weight = scale * code + offset, rounded
-// once to fp32. For pairs and tiles it is then rounded to bf16, as when a model is loaded with its weights dequantised:
+// them). Very few rows are multiplied by codes (by_codes.h). For more, weights are dequantised, strip by strip, just
+// before they are multiplied: weight = scale * code + offset, rounded once to fp32. For pairs and tiles it is then rounded to bf16, as when a model is loaded with its weights dequantised:
 // the product by stored weights equals, bit for bit, the product by the same weights in bf16. Where operands are widened
 // to fp32 anyway, it stays as it is: to round it would take as long as all the rest.
 //
@@ -123,41 +123,38 @@ inline Floats code_of(Words low, [[maybe_unused]] Words high) {
   return __builtin_convertvector((Ints)code, Floats);
 }
 
-// Dequantises half a unit. Calls put(number, lane, values, values of the next lanes) for each of a lane's codes.
-template <int kBits, int kUnitLanes, class Put>
-inline void dequantise_half(const uint8_t* unit, int half, const Scaling<kUnitLanes>& scaling, Put put) {
+// Calls take(number, codes, codes of the next kLanes lanes) for each code of half a unit that these lanes have.
+template <int kBits, int kUnitLanes, class Take>
+inline void take_codes(const uint8_t* unit, int half, int lane, Take take) {
   constexpr int kNumbers = kUnitCodes / 2 / kUnitLanes;  // codes of a lane
   constexpr auto kEight = std::make_integer_sequence<int, 8>();
-  for (int lane = 0; lane < kUnitLanes; lane += 2 * kLanes) {
-    Floats scales[2], offsets[2];
-    for (int i = 0; i < 2; ++i) {
-      scales[i] = load<Floats>(scaling.scales + lane + i * kLanes);
-      offsets[i] = load<Floats>(scaling.offsets + lane + i * kLanes);
-    }
-    const auto put_both = [&](int number, Floats first, Floats second) {
-      put(number, lane, multiply_add(scales[0], first, offsets[0]), multiply_add(scales[1], second, offsets[1]));
-    };
-    for (int number = 0; number < kNumbers; number += 8) {
-      const int from = half * kNumbers + number;
-      if constexpr (kBits == 8) {
-        const auto* codes = (const int8_t*)unit + from * kUnitLanes + lane;
-        unrolled(kEight, [&](auto i) {
-          put_both(number + i, load_floats(codes + i * kUnitLanes), load_floats(codes + i * kUnitLanes + kLanes));
-        });
-      } else {
-        Words low[2], high[2] = {};
-        for (int i = 0; i < 2; ++i) {
-          low[i] = load<Words>(unit + 4 * (from / 8 * kUnitLanes + lane + i * kLanes));
-          if constexpr (kBits == 6) {
-            high[i] = load<Words>(unit + kUnitCodes / 2 + 4 * (from / 16 * kUnitLanes + lane + i * kLanes));
-            high[i] >>= from % 16 * 2;
-          }
+  for (int number = 0; number < kNumbers; number += 8) {
+    const int from = half * kNumbers + number;
+    if constexpr (kBits == 8) {
+      const auto* codes = (const int8_t*)unit + from * kUnitLanes + lane;
+      unrolled(kEight, [&](auto i) {
+        take(number + i, load_floats(codes + i * kUnitLanes), load_floats(codes + i * kUnitLanes + kLanes));
+      });
+    } else {
+      Words low[2], high[2] = {};
+      for (int i = 0; i < 2; ++i) {
+        low[i] = load<Words>(unit + 4 * (from / 8 * kUnitLanes + lane + i * kLanes));
+        if constexpr (kBits == 6) {
+          high[i] = load<Words>(unit + kUnitCodes / 2 + 4 * (from / 16 * kUnitLanes + lane + i * kLanes));
+          high[i] >>= from % 16 * 2;
         }
-        unrolled(kEight, [&](auto i) {
-          put_both(number + i, code_of<kBits, i>(low[0], high[0]), code_of<kBits, i>(low[1], high[1]));
-        });
       }
+      unrolled(kEight, [&](auto i) {
+        take(number + i, code_of<kBits, i>(low[0], high[0]), code_of<kBits, i>(low[1], high[1]));
+      });
     }
+  }
+}
+
+// Fetches the codes of half a unit.
+inline void fetch_half(const Codes& c, const uint8_t* unit, int half) {
+  for (int64_t at = half * c.unit_bytes() / 2; at < (half + 1) * c.unit_bytes() / 2; at += 64) {
+    __builtin_prefetch(unit + at, 0, 2);
   }
 }
 
@@ -173,18 +170,16 @@ void dequantise(const Codes& c, const uint8_t* panel_codes, int64_t panel, int64
   for (int64_t k = begin; k < end; k += kHalfUnit, to += kHalfUnit * kOutputs) {
     const uint8_t* unit = panel_codes + k / kUnit * c.unit_bytes();
     const int half = k % kUnit / kHalfUnit;
-    for (int64_t at = half * c.unit_bytes() / 2; at < (half + 1) * c.unit_bytes() / 2; at += 64) {
-      __builtin_prefetch(unit + at + ahead, 0, 2);
-    }
+    fetch_half(c, unit + ahead, half);
     if (k >= valid) valid = scaling.load_from(c, panel, k);
-    dequantise_half<kBits>(unit, half, scaling, [&](int number, int lane, Floats first, Floats second) {
-      Number* place = to + number * kUnitLanes + lane;
-      if constexpr (kUnitLanes == kOutputs) {
-        store(place, first), store(place + kLanes, second);
-      } else {
-        store_both(place, first, second);
-      }
-    });
+    for (int lane = 0; lane < kUnitLanes; lane += 2 * kLanes) {
+      const Floats scales[] = {load<Floats>(scaling.scales + lane), load<Floats>(scaling.scales + lane + kLanes)};
+      const Floats offsets[] = {load<Floats>(scaling.offsets + lane), load<Floats>(scaling.offsets + lane + kLanes)};
+      take_codes<kBits, kUnitLanes>(unit, half, lane, [&](int number, Floats first, Floats second) {
+        store_both(to + number * kUnitLanes + lane, multiply_add(scales[0], first, offsets[0]),
+                   multiply_add(scales[1], second, offsets[1]));
+      });
+    }
   }
 }
 

@@ -1,8 +1,8 @@
 // Linear layers, fused with the norm before them and the gate or residual behind them:
 //   y = x' W^T + b,  x' = x or RMSNorm(x);  then y, residual + y, or silu(gate) * up of y's two halves.
 //
-// Weights are bf16, or int8 with a scale for each output, or codes that are dequantised to bf16 just before (codes.h).
-// They are multiplied in one of three ways: widened to fp32 in registers, so that from a few rows on the products run at the rate of fp32 FMAs; in pairs of bf16 by the processor's
+// Weights are bf16, or int8 with a scale for each output, or codes that are dequantised just before (codes.h), unless
+// there are very few rows (by_codes.h). They are multiplied in one of three ways: widened to fp32 in registers, so that from a few rows on the products run at the rate of fp32 FMAs; in pairs of bf16 by the processor's
 // dot product, up to twice as fast (dots.h); or in tiles of bf16 where the processor has AMX (tiles.h), several times as
 // fast. With fewer rows all run at the rate at which memory gives the weights. Sums are fp32, in the order of k whatever
 // the batch, and a way is never mixed with another: a row's result depends on no other row.
@@ -87,8 +87,19 @@ void run_many(const LinearProblem& p, const std::vector<Block>& blocks, const ty
   });
 }
 
+// Multiplies very few rows by codes: each thread has panels of its own.
+void run_by_codes(const LinearProblem& p, int num_threads) {
+  const std::unique_ptr<float[]> packed(new float[by_codes_size(p.M, p.K)]);
+  p.by_codes->pack(p, packed.get());
+  const int64_t num_runs = std::min<int64_t>(num_threads, p.P);
+  share_each(num_runs, num_threads, [&](int64_t run) {
+    multiply_by_codes(p, packed.get(), p.P * run / num_runs, p.P * (run + 1) / num_runs);
+  });
+}
+
 template <class Way>
 void run(const LinearProblem& p, int num_threads) {
+  if (p.by_codes && p.M <= kCodeRows) return run_by_codes(p, num_threads);
   using Packed = typename Way::Packed;
   const int64_t row_bytes = Way::size(Way::kMostRows, p.K) * int64_t(sizeof(Packed)) / Way::kMostRows;
   const int64_t most_rows = std::max(kTaskRows, kPackedBytes / row_bytes), num_passes = (p.M + most_rows - 1) / most_rows;
@@ -128,7 +139,7 @@ BATON_ENTRY const char* baton_linear(const void* x, int64_t M, int64_t x_row, co
 BATON_ENTRY const char* baton_dequantised_rows(const void* panels, int64_t K, const Codes* codes, const int64_t* rows,
                                                int64_t T, float* y, const char* product, int num_threads) {
   return guarded([&] {
-    const Dequantise dequantise = dequantiser(*codes, product);
+    const Dequantise dequantise = code_reader(*codes, product).dequantise;
     const int64_t panel_bytes = K / kUnit * codes->unit_bytes();
     const bool is_wide = std::string_view(product) == "widened";
     share_each(T, num_threads, [&](int64_t t) {

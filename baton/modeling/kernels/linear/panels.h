@@ -24,6 +24,17 @@ constexpr int kVectorRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
 using Dequantise = void (*)(const Codes&, const uint8_t* panel_codes, int64_t panel, int64_t begin, int64_t end,
                             int64_t ahead, void* to);
 
+struct LinearProblem;
+
+// Rows that are multiplied by codes, at most; more are multiplied by dequantised weights.
+constexpr int kCodeRows = kLanes == 16 ? 4 : 2;
+
+// Functions of by_codes.h: one that packs all rows, and those that multiply 1, 2, ... rows by a panel.
+struct ByCodes {
+  void (*pack)(const LinearProblem&, float* to);
+  void (*multiply[kCodeRows])(const LinearProblem&, const float* packed, int64_t panel, int64_t ahead);
+};
+
 struct LinearProblem {
   const uint16_t* x;
   const uint8_t* panels;     // [P][K][32] bf16 or int8, or codes
@@ -39,6 +50,7 @@ struct LinearProblem {
   int64_t panel_bytes = 0;  // bytes of these inputs' weights, as they are stored
   Codes codes{};            // of weights that are dequantised first
   Dequantise dequantise = nullptr;
+  const ByCodes* by_codes = nullptr;
 };
 
 // How weights of one input become floats: kLanes of a panel's first half, and of its second.

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "common/entry.h"
+#include "linear/by_codes.h"
 #include "linear/dots.h"
 #include "linear/panels.h"
 
@@ -35,17 +36,25 @@ void with_way(const Weights& weights, std::string_view product, Run run) {
   weights.is_int8 ? run(Widened<Int8>()) : run(Widened<Bf16>());
 }
 
-// Returns the function that dequantises codes to the order in which this way multiplies them.
-inline Dequantise dequantiser(const Codes& codes, std::string_view product) {
-  const auto of = [&](auto lanes) -> Dequantise {
-    if (codes.bits == 4) return dequantise<4, lanes>;
-    if (codes.bits == 6) return dequantise<6, lanes>;
-    check(codes.bits == 8, "there are no codes of ", codes.bits, " bits");
-    return dequantise<8, lanes>;
-  };
-  constexpr std::integral_constant<int, kOutputs> outputs;
-  constexpr std::integral_constant<int, 2 * kOutputs> pairs;
-  return product == "widened" ? of(outputs) : of(pairs);
+// What reads codes in the order in which a way multiplies them.
+struct CodeReader {
+  Dequantise dequantise;
+  ByCodes by_codes;
+};
+
+template <int kBits, int kUnitLanes>
+const CodeReader* code_reader() {
+  constexpr auto rows = std::make_integer_sequence<int, kCodeRows>();
+  static constexpr CodeReader reader{dequantise<kBits, kUnitLanes>, by_codes<kBits, kUnitLanes>(rows)};
+  return &reader;
+}
+
+inline const CodeReader& code_reader(const Codes& codes, std::string_view product) {
+  const bool has_pairs = product != "widened";
+  if (codes.bits == 4) return *(has_pairs ? code_reader<4, 2 * kOutputs>() : code_reader<4, kOutputs>());
+  if (codes.bits == 6) return *(has_pairs ? code_reader<6, 2 * kOutputs>() : code_reader<6, kOutputs>());
+  check(codes.bits == 8, "there are no codes of ", codes.bits, " bits");
+  return *(has_pairs ? code_reader<8, 2 * kOutputs>() : code_reader<8, kOutputs>());
 }
 
 // Returns the problem without rows. What the weights point to must outlive it.
@@ -64,7 +73,9 @@ inline LinearProblem of_weights(const Weights& weights, std::string_view product
   if (weights.codes) {
     check(p.K % kUnit == 0, p.K, " inputs are not whole units of ", kUnit);
     p.codes = *weights.codes;
-    p.dequantise = dequantiser(p.codes, product);
+    const CodeReader& reader = code_reader(p.codes, product);
+    p.dequantise = reader.dequantise;
+    p.by_codes = &reader.by_codes;
     p.panel_bytes = p.depth / kUnit * p.codes.unit_bytes();
   }
   return p;
