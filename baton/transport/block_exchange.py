@@ -139,7 +139,8 @@ class BlockExchange:
                 continue
             async with self._copying:
                 with self._claimed(names) as claimed:
-                    if claimed:
+                    # Another call may have copied the first block since it was found missing.
+                    if claimed and not await self._on_thread(partial(self._store.num_leading, claimed[:1])):
                         first_token = reply.num_stored * run.block_tokens
                         part = BlockRun(claimed, run.block_tokens, first_token)
                         await self._copy(endpoint, part, spared=run.names, reply=reply)

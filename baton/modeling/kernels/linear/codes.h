@@ -1,8 +1,9 @@
 // Weights as a checkpoint stores them: codes of 4, 6 or 8 bits, with scales for groups of inputs (calls/codes.py packs
 // them). Very few rows are multiplied by codes (by_codes.h). For more, weights are dequantised, strip by strip, just
-// before they are multiplied: weight = scale * code + offset, rounded once to fp32. For pairs and tiles it is then rounded to bf16, as when a model is loaded with its weights dequantised:
-// the product by stored weights equals, bit for bit, the product by the same weights in bf16. Where operands are widened
-// to fp32 anyway, it stays as it is: to round it would take as long as all the rest.
+// before they are multiplied: weight = scale * code + offset, rounded once to fp32. For pairs and tiles it is then
+// rounded to bf16, as when a model is loaded with its weights dequantised: the product by stored weights equals, bit for
+// bit, the product by the same weights in bf16. Where operands are widened to fp32 anyway, it stays as it is: to round it
+// would take as long as all the rest.
 //
 // A unit is the codes of 32 inputs and a panel's 32 outputs. They lie in lanes, one behind the other: widened, a lane is
 // an output, and takes its 32 inputs; for pairs and tiles, 64 lanes are an output's even or odd inputs, output by

@@ -2,10 +2,11 @@
 //   y = x' W^T + b,  x' = x or RMSNorm(x);  then y, residual + y, or silu(gate) * up of y's two halves.
 //
 // Weights are bf16, or int8 with a scale for each output, or codes that are dequantised just before (codes.h), unless
-// there are very few rows (by_codes.h). They are multiplied in one of three ways: widened to fp32 in registers, so that from a few rows on the products run at the rate of fp32 FMAs; in pairs of bf16 by the processor's
-// dot product, up to twice as fast (dots.h); or in tiles of bf16 where the processor has AMX (tiles.h), several times as
-// fast. With fewer rows all run at the rate at which memory gives the weights. Sums are fp32, in the order of k whatever
-// the batch, and a way is never mixed with another: a row's result depends on no other row.
+// there are very few rows (by_codes.h). They are multiplied in one of three ways: widened to fp32 in registers, so that
+// from a few rows on the products run at the rate of fp32 FMAs; in pairs of bf16 by the processor's dot product, up to
+// twice as fast (dots.h); or in tiles of bf16 where the processor has AMX (tiles.h), several times as fast. With fewer
+// rows all run at the rate at which memory gives the weights. Sums are fp32, in the order of k whatever the batch, and a
+// way is never mixed with another: except where rows are multiplied by codes, a row's result depends on no other row.
 //
 // Weights are packed in panels of 32 outputs; gated, 16 gates and their 16 ups: a panel's halves. Within a panel they
 // lie input by input: int8 one half behind the other; bf16 that is widened as 16 words of two, output i of the first
