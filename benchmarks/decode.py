@@ -34,6 +34,7 @@ from rich.console import Console
 
 from baton.modeling.checkpoints.weights import load_decoder
 from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.weight_sizes import bytes_per_step
 from baton.modeling.hosting import use_cores
 from baton.modeling.kv.buffers import TORCH_DTYPES
 from baton.planning.chips import Chip
@@ -168,7 +169,6 @@ class Bench:
     """Decoder, measured rates of the machine, and options, which all cases share."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, num_threads: int) -> None:
-        self._args = args
         self._args, self._folder = args, folder
         self.num_rounds = 1 + (args.pairs or (QUICK_PAIRS if args.quick else PAIRS))
         self.decoder: Decoder = load_decoder(folder, dtype=args.dtype, weights=args.weights)
@@ -181,7 +181,7 @@ class Bench:
         self.model: ServedModel = served(
             shape,
             tied=self.decoder.config.tie_embeddings,
-            weight_bytes=1 if args.weights else shape.dtype_bytes,
+            weight_bytes=bytes_per_step(self.decoder.weights) / shape.step_weights,
             kv_bytes=shape.dtype_bytes,
         )
         collect_rarely()  # as workers do
@@ -271,8 +271,9 @@ def run(args: argparse.Namespace) -> int:
         baseline = "" if args.alone else "vllm" if peer is not None else "plain"
         for cell in map(Cell.parse, (args.grid or (QUICK_GRID if args.quick else GRID)).split(",")):
             outcomes.append(bench.run(cell, peer))
-            dtype = args.dtype if args.weights == "stored" else args.weights
-            name = case(batch=cell.batch, context=cell.context, dtype=dtype, threads=len(cores))
+            name = case(
+                batch=cell.batch, context=cell.context, dtype=args.dtype, weights=args.weights, threads=len(cores)
+            )
             report(outcomes[-1], name, baseline, reporter, bars)
     reporter.close()
     if args.plot is not None:

@@ -79,7 +79,7 @@ def step_of(decoder: Decoder, batch: int, context: int) -> Callable[[], float]:
 def run(args: argparse.Namespace) -> int:
     """Measure perplexity, then step times. Return 0."""
     folder = resolve(args)
-    plain = load_decoder(folder, dtype="bfloat16")
+    plain = load_decoder(folder, dtype="bfloat16", weights="bfloat16")
     rounded = load_decoder(folder, dtype="bfloat16", weights="int8")
     reporter = Reporter("quantization", args.json)
     ours, theirs = [], []

@@ -145,7 +145,7 @@ class Bench:
         self.rounds: int = args.rounds or (1 if args.quick else ROUNDS)
         num_slots = max(len(cell.sizes) for cell in (*self.grid, _WARM))
         self.peers = installed_peers(args, self.cores, num_slots, say=self.say)
-        self.notes = [f"{BATON}: weights {args.dtype}"]
+        self.notes = [f"{BATON}: weights as in the model's file, activations {args.dtype}"]
         """Lines to print with the results, one per server, with its version and the format of its weights."""
 
     @property

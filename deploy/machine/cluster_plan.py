@@ -58,11 +58,17 @@ class ClusterPlan:
         which is the minimum. Raises ModelError for a model that is not supported, and ConfigError for a damaged weight
         file.
         """
-        dtype, form = self.config.model.dtype, self.config.model.weights
+        config, dtype = self.config, self.config.model.dtype
         slot = self.model.token_bytes(dtype) * self.max_tokens
-        weights = WORKER_BYTES + self.model.weight_bytes(dtype, form)
-        drafts = 0 if self.draft is None else self.draft.weight_bytes(dtype, form)
+        on_rank, on_engine = self.weights_on(config.prefill.device), self.weights_on(config.generate.device)
+        drafts = 0 if self.draft is None else self.draft.weight_bytes(dtype, on_engine)
+        kv_bytes = config.generate.kv_memory_bytes or slot
         return {
-            "prefill": weights + slot,
-            "generate": weights + drafts + (self.config.generate.kv_memory_bytes or slot),
+            "prefill": WORKER_BYTES + self.model.weight_bytes(dtype, on_rank) + slot,
+            "generate": WORKER_BYTES + self.model.weight_bytes(dtype, on_engine) + drafts + kv_bytes,
         }
+
+    def weights_on(self, device: str) -> str:
+        """Return the form of weights on a device, one of WEIGHT_FORMS. GPUs do not keep quantised weights as they are
+        stored."""
+        return "bfloat16" if device == "cuda" else self.config.model.weights

@@ -90,7 +90,7 @@ def check_model(plan: ClusterPlan) -> Finding:
             stored = load_format(folder)
         except ModelError as error:
             return Finding("model", Verdict.FAILED, f"{field}: {error}")
-        weights = plan.config.model.weights
+        weights = plan.weights_on(plan.config.generate.device)
         size = f"{model.weight_bytes(dtype, weights) / GIB:.2f} GiB"
         if model.keeps_codes(dtype, weights) and stored is not None:
             found.append(f"{folder}, {size}, kept as stored: {stored.description}")
@@ -147,7 +147,7 @@ def check_selection(config: ClusterConfig) -> Finding:
     if section.selection_file and not path.is_file():
         return Finding("selection", Verdict.FAILED, f"{path} is not a file: set generate.selection_file to one")
     if not section.selection_file and not any(prepared_path("any").parent.glob("*.safetensors")):
-        remedy = "run `baton prepare` with this model, dtype and weights, or set generate.selection_file"
+        remedy = "run `baton prepare` with this model, dtype and model.weights, or set generate.selection_file"
         text = f"{chooser} chooses keys, and nothing was prepared: {remedy}"
         return Finding("selection", Verdict.FAILED, text)
     found = str(path) if section.selection_file else f"in {prepared_path('any').parent}"

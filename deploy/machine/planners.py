@@ -33,8 +33,8 @@ def served_planner(plan: ClusterPlan) -> ChainPlanner:
     """Create the planner for a cluster, which takes up to some seconds. Raises ModelError if the model is not valid."""
     rank, engine = worker_profiles(plan)
     prefill, generate, formats = plan.config.prefill, plan.config.generate, plan.config.model
-    weights = "bfloat16" if generate.device == "cuda" else formats.weights
-    shape, size = plan.model.shape(formats.dtype), plan.model.bytes_per_weight(formats.dtype, weights)
+    size = plan.model.bytes_per_weight(formats.dtype, plan.weights_on(generate.device))
+    shape = plan.model.shape(formats.dtype)
     costs = ModelCosts.of(shape, rank.hardware, engine=engine.hardware, bytes_per_weight=size)
     on_engine = derive(shape, engine.hardware)
     rank_s, engine_s = (float(chain_ttft([_SPEED_TOKENS], each, BATON)) for each in (costs.prefill, on_engine))

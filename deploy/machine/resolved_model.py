@@ -38,7 +38,10 @@ disk is not used any more."""
 _READERS = ("checkpoints/*.py", "families/*.py", "quantized/*.py", "forward/model_config.py")
 """Source files of `baton.modeling` that parse a model's configuration. If they change, a configuration that is cached
 on the disk is not used any more."""
-_BLOCKS = {"blocks_q4_0": (32, 18), "blocks_q4_1": (32, 20), "blocks_q8_0": (32, 34)} | {
+_BLOCKS = {
+    "blocks_q4_0": (32, 18),
+    "blocks_q4_1": (32, 20),
+    "blocks_q8_0": (32, 34),
     "blocks_q4_k": (256, 144),
     "blocks_q6_k": (256, 210),
 }
@@ -48,6 +51,8 @@ _PACKED_NAMES = (".qweight", ".weight_packed")
 """Suffixes of the names of tensors that hold several quantised weights in one machine word."""
 _QUANTIZE_FILES = ("quantize_config.json", "quant_config.json")
 """Names of the files in which older quantisation tools described how the weights are quantised."""
+_REORDERED = re.compile(r'"(?:desc_act|actorder)"\s*:\s*(?:true|"group"|"dynamic")')
+"""Pattern for the settings of weights whose inputs were reordered."""
 _BITS = re.compile(r'"(?:bits|w_bit|num_bits)"\s*:\s*(4|8)\b')
 
 
@@ -104,8 +109,11 @@ class ResolvedModel:
 
     @cached_property
     def _sizes(self) -> "_Sizes":
-        weights_a_word = _weights_a_word(self.folder / "config.json")
-        found = [_sizes(path, weights_a_word) for path in self.folder.glob("*.safetensors")]
+        config = _quantization(self.folder / "config.json")
+        found = [
+            _sizes(path, _weights_a_word(config), reordered=_REORDERED.search(config) is not None)
+            for path in self.folder.glob("*.safetensors")
+        ]
         return _Sizes(*map(sum, zip(*found, strict=True))) if found else _Sizes(0, 0, 0)
 
 
@@ -117,8 +125,10 @@ class _Sizes(NamedTuple):
     packed_bytes: int
 
 
-def _sizes(path: Path, weights_a_word: int) -> _Sizes:
-    """Return the sizes of the tensors in a file. Scales count as plain weights."""
+def _sizes(path: Path, weights_a_word: int, *, reordered: bool) -> _Sizes:
+    """Return the sizes of the tensors in a file. Scales count as plain weights. `reordered`: True if inputs were
+    reordered, so that workers dequantise packed weights. Weights that workers dequantise for other reasons, such as
+    parts of a layer in types that cannot be joined, are counted as if their codes were kept."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -135,19 +145,28 @@ def _sizes(path: Path, weights_a_word: int) -> _Sizes:
         block = _BLOCKS.get(name.rpartition(".")[2])
         if block is not None:
             num_packed, packed_bytes = num_packed + size // block[1] * block[0], packed_bytes + size
-        elif name.endswith(_PACKED_NAMES):
+        elif name.endswith(_PACKED_NAMES) and not reordered:
             num_packed, packed_bytes = num_packed + size * weights_a_word, packed_bytes + 4 * size
+        elif name.endswith(_PACKED_NAMES):
+            num_plain += size * weights_a_word
+        elif tensor.get("dtype") == "I8" and name.endswith(".weight"):
+            num_packed, packed_bytes = num_packed + size, packed_bytes + size
         else:
             num_plain += size
     return _Sizes(num_plain, num_packed, packed_bytes)
 
 
-def _weights_a_word(config: Path) -> int:
-    """Return the number of packed weights in a 32-bit word. It follows from the smallest number of bits in config.json
-    or in an older tool's file (_QUANTIZE_FILES) next to it. Return 8 if the files do not specify the number of bits."""
+def _quantization(config: Path) -> str:
+    """Return the text of the files that describe how weights are quantised: config.json, and an older tool's file
+    (_QUANTIZE_FILES) next to it."""
     files = [path for path in (config, *map(config.with_name, _QUANTIZE_FILES)) if path.is_file()]
-    named = [int(bits) for path in files for bits in _BITS.findall(path.read_text(encoding="utf-8", errors="replace"))]
-    return 32 // min(named, default=4)
+    return "".join(path.read_text(encoding="utf-8", errors="replace") for path in files)
+
+
+def _weights_a_word(config: str) -> int:
+    """Return the number of packed weights in a 32-bit word. It follows from the smallest number of bits in the text of
+    the configuration. Return 8 if it does not specify the number of bits."""
+    return 32 // min(map(int, _BITS.findall(config)), default=4)
 
 
 def model_config(folder: Path) -> ModelConfig:

@@ -31,7 +31,7 @@ from generate_workers.residency.traits import POLICIES, POOLED, policy_named
 
 logger = logging.getLogger(__name__)
 
-_EARLY_REMEDY = "run `baton prepare --lookahead 1` with this model, dtype and weights"
+_EARLY_REMEDY = "run `baton prepare --lookahead 1` with this model, dtype and model.weights"
 
 
 @dataclass(frozen=True)

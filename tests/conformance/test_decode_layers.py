@@ -1,6 +1,6 @@
 """All layers in one native call against the operators one by one: the same bits, on every path through the kernels."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from baton.modeling.forward.norms import RmsNorm, Transform, unchanged
 from baton.modeling.forward.rope import Rotation
 from baton.modeling.forward.selection import StepPicks
 from baton.modeling.kernels import native
+from baton.modeling.kernels.calls.codes import StoredWeight
 from baton.modeling.kernels.products import DOT, TILES, WIDENED
 from baton.modeling.kv.buffers import KvPlace
 from baton.types import TokenRange
@@ -72,6 +73,15 @@ def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
     return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).bfloat16()
 
 
+def quantised(weight_NK: Tensor, bits: int) -> StoredWeight:
+    """A weight of this shape with random codes, and scales and offsets for groups of 32 inputs."""
+    (N, K), generator = weight_NK.shape, torch.Generator().manual_seed(bits)
+    lowest, dtype = (-128, torch.int8) if bits == 8 else (0, torch.uint8)
+    codes_NK = torch.randint(lowest, lowest + (1 << bits), (N, K), generator=generator, dtype=dtype)
+    scales_NGF = torch.randn(N, K // 32, 2, generator=generator) / (K**0.5 * (1 << (bits - 1)))
+    return StoredWeight(bits, codes_NK, scales_NGF.half())
+
+
 def config_of(shape: tuple[int, int, int, int, int]) -> ModelConfig:
     hidden, inner, num_heads, num_kv_heads, head_dim = shape
     return ModelConfig("llama", 10, NUM_LAYERS, hidden, inner, num_heads, num_kv_heads, head_dim, 2048, False)
@@ -90,9 +100,11 @@ class Pieces:
         num_new: int = 1,
         unseen: bool = False,
         picked: bool = False,
+        stored: Collection[int] = (),
     ) -> None:
         """`num_new`: tokens of a sequence, of which there are as many as fit; `unseen`: whether rows leave out keys;
-        `picked`: whether they attend to keys that they pick, others in each layer."""
+        `picked`: whether they attend to keys that they pick, others in each layer; `stored`: layers with quantised
+        weights, as they are stored."""
         self.num_new, self.unseen = num_new, unseen
         self.path, self.config, self.num_rows = path, config, num_rows
         hidden, inner, width = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
@@ -105,8 +117,9 @@ class Pieces:
                 weight_NK = random(num_outputs, num_inputs, seed=seed, scale=num_inputs**-0.5)
                 bias_N = random(num_outputs, seed=seed + 100) if layer == 1 else None
                 gain_K = random(num_inputs, seed=seed + 200)
+                weight = quantised(weight_NK, (4, 6, 8)[index % 3]) if layer in stored else weight_NK
                 linear = PanelLinear(
-                    *(weight_NK, bias_N, index == 2),
+                    *(weight, bias_N, index == 2),
                     int8=int8,
                     product=path.linears,
                     instruction_set=path.instruction_set,
@@ -212,6 +225,15 @@ def test_one_call_makes_the_bits_of_many(
 @pytest.mark.parametrize("num_rows", [1, 9, 33])
 def test_one_call_makes_the_same_bits_of_int8_weights(path: Path, num_rows: int, two_threads: None) -> None:
     Pieces(path, config_of((72, 200, 6, 2, 64)), num_rows, int8=True).check()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 5, 33])
+@pytest.mark.parametrize("stored", [(0, 1, 2), (0,), (1,), (1, 2)])
+def test_one_call_makes_the_same_bits_of_stored_weights(
+    path: Path, num_rows: int, stored: tuple[int, ...], two_threads: None
+) -> None:
+    """Also if only some layers have them, as in files of several types."""
+    Pieces(path, config_of((96, 160, 3, 1, 32)), num_rows, stored=stored).check()
 
 
 @pytest.mark.parametrize("unseen", [False, True])

@@ -19,10 +19,13 @@ from baton.modeling.kernels.products import DOT, TILES, WIDENED
 from baton.modeling.quantized.gguf_blocks import GgufWeight, blocks_name
 from baton.modeling.quantized.weight_formats import read_format
 from tests.support.kernels.paths import INSTRUCTION_SETS, has_tiles, lane, require
+from tests.support.kernels.stored_values import values
 from tests.support.models.gguf_blocks import TYPES, random_blocks, values_of
 from tests.support.models.quantised_folders import FORMATS
 
 N, K = 96, 512
+CODE_ROWS = 4 if native.chosen_set() in ("x86-64-v4-amx", "x86-64-v4-bf16", "x86-64-v4") else 2
+"""Largest number of rows that this processor's own kernels multiply by codes."""
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="needs AMX")
 ROUNDING = [
     pytest.param(native.NATIVE, DOT, id="native-dot"),
@@ -70,7 +73,7 @@ def test_products_are_those_of_the_weights_in_bf16(name: str, gated: bool, instr
     bias_N, norm = random(N, seed=1), RmsNorm(random(K, seed=2), 1e-5)
     stored, plain = (
         PanelLinear(each, bias_N, gated, product=product, instruction_set=instruction_set)
-        for each in (weight, weight.values().bfloat16())
+        for each in (weight, values(weight).bfloat16())
     )
     assert stored.num_bytes < 0.7 * plain.num_bytes
     assert torch.equal(stored.weight(), plain.weight())
@@ -96,9 +99,8 @@ def test_products_of_few_rows_are_those_of_the_exact_weights(
     name: str, gated: bool, instruction_set: str, product: str
 ) -> None:
     require(instruction_set)
-    check_exact(
-        PanelLinear(WEIGHTS[name](), gated=gated, product=product, instruction_set=instruction_set), name, (1, 2)
-    )
+    linear = PanelLinear(WEIGHTS[name](), gated=gated, product=product, instruction_set=instruction_set)
+    check_exact(linear, name, range(1, 1 + (CODE_ROWS if instruction_set == native.NATIVE else 2)))
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -108,8 +110,8 @@ def test_widened_operands_are_the_exact_weights(name: str, gated: bool, instruct
     require(instruction_set)
     weight = WEIGHTS[name]()
     linear = PanelLinear(weight, gated=gated, product=WIDENED, instruction_set=instruction_set)
-    assert torch.equal(linear.weight(), weight.values())
-    assert torch.equal(linear.rows(torch.tensor([3, 95])), weight.values()[[3, 95]].bfloat16())
+    assert torch.equal(linear.weight(), values(weight))
+    assert torch.equal(linear.rows(torch.tensor([3, 95])), values(weight)[[3, 95]].bfloat16())
     check_exact(linear, name, (1, 2, 3, 4, 7, 17, 33, 48, 49, 390))
     x_TK = random(60, K)
     for first, sizes in ((5, (13, 48, 60)), (1, (2,))):
@@ -119,19 +121,56 @@ def test_widened_operands_are_the_exact_weights(name: str, gated: bool, instruct
 
 
 def check_exact(linear: PanelLinear, name: str, sizes: Sequence[int]) -> None:
-    """Products, with a norm before them, are within a rounding to bf16 of those in float64."""
-    gated = linear(random(1, K)).shape[1] < N
+    """Products, with a norm before them, are those in float64, rounded to bf16. Weights that are rounded would err
+    more."""
     x_TK, gain_K = random(max(sizes), K), random(K, seed=2)
-    norm = RmsNorm(gain_K.double(), 1e-5)
-    expected_TN = norm(x_TK.double()) @ WEIGHTS[name]().values().double().T
-    if gated:
-        gate_TI, up_TI = expected_TN.chunk(2, dim=-1)
-        expected_TN = gate_TI * torch.sigmoid(gate_TI) * up_TI
-    scale_T1 = expected_TN.abs().amax(-1, keepdim=True)
+    exact_TN, rounded_TN = (
+        reference(x_TK, gain_K, weight_NK, gated=is_gated(linear))
+        for weight_NK in (values(WEIGHTS[name]()), values(WEIGHTS[name]()).bfloat16())
+    )
     for num_tokens in sizes:
-        got_TN = linear(x_TK[:num_tokens], RmsNorm(gain_K, 1e-5))
-        error_TN = got_TN.double() - expected_TN[:num_tokens]
-        assert (error_TN.abs() <= 2.0**-7 * scale_T1[:num_tokens]).all(), num_tokens
+        got_TN = linear(x_TK[:num_tokens], RmsNorm(gain_K, 1e-5)).double()
+        assert close(got_TN, exact_TN[:num_tokens]), num_tokens
+    assert not close(rounded_TN, exact_TN)
+
+
+def is_gated(linear: PanelLinear) -> bool:
+    return linear(random(1, K)).shape[1] < N
+
+
+def reference(x_TK: Tensor, gain_K: Tensor, weight_NK: Tensor, *, gated: bool) -> Tensor:
+    """In float64, nothing rounded on the way."""
+    out_TN = RmsNorm(gain_K.double(), 1e-5)(x_TK.double()) @ weight_NK.double().T
+    if not gated:
+        return out_TN
+    gate_TI, up_TI = out_TN.chunk(2, dim=-1)
+    return gate_TI * torch.sigmoid(gate_TI) * up_TI
+
+
+def close(got_TN: Tensor, expected_TN: Tensor) -> bool:
+    """Within a rounding to bf16, and errors of sums in fp32."""
+    scale_T1 = expected_TN.abs().amax(-1, keepdim=True)
+    return bool(((got_TN - expected_TN).abs() <= 2.0**-8 * expected_TN.abs() + 2e-5 * scale_T1).all())
+
+
+@pytest.mark.parametrize("product", [WIDENED, DOT, pytest.param(TILES, marks=needs_tiles)])
+@pytest.mark.parametrize(("num_outputs", "gated"), [(1, False), (40, False), (44, True), (66, True)])
+def test_outputs_that_fill_no_panel(num_outputs: int, gated: bool, product: str) -> None:
+    """And one group of all inputs, which is longer than a strip of dequantised weights."""
+    generator = torch.Generator().manual_seed(1)
+    codes_NK = torch.randint(0, 16, (num_outputs, K), generator=generator, dtype=torch.uint8)
+    weight = StoredWeight(4, codes_NK, torch.randn(num_outputs, 1, 2, generator=generator) / 50)
+    linear = PanelLinear(weight, None, gated, product=product)
+    plain = PanelLinear(values(weight).bfloat16(), None, gated, product=product)
+    x_TK = random(60, K)
+    for num_tokens in (1, 2, 6, 60):
+        got_TN, plain_TN = linear(x_TK[:num_tokens]), plain(x_TK[:num_tokens])
+        if product == WIDENED or num_tokens <= CODE_ROWS:
+            scale = plain_TN.abs().max()
+            assert got_TN.shape == plain_TN.shape and ((got_TN - plain_TN).abs() <= 0.03 * scale).all()
+        else:
+            assert torch.equal(got_TN, plain_TN)
+    assert linear(x_TK[:0]).shape == (0, num_outputs // 2 if gated else num_outputs)
 
 
 def test_a_row_out_of_range_is_refused() -> None:
@@ -146,8 +185,8 @@ def test_joined_parts_keep_their_values(types: tuple[str, ...]) -> None:
     parts = [of_blocks(type_name, 32) for type_name in types]
     whole = joined(parts)
     assert whole is not None and whole.is_supported
-    assert torch.equal(whole.values(), torch.cat([each.values() for each in parts]))
-    assert torch.equal(PanelLinear(whole, product=WIDENED).weight(), whole.values())
+    assert torch.equal(values(whole), torch.cat([values(each) for each in parts]))
+    assert torch.equal(PanelLinear(whole, product=WIDENED).weight(), values(whole))
 
 
 def test_parts_of_which_only_some_have_factors_are_not_joined() -> None:

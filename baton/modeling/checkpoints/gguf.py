@@ -135,7 +135,7 @@ class _Tensor:
     @property
     def keeps_blocks(self) -> bool:
         """Return True if the converted tensor has the blocks of the file."""
-        return not self.dequantised and is_kept(self.stored.tensor_type.name)
+        return not self.dequantised and len(self.stored.shape) == 2 and is_kept(self.stored.tensor_type.name)
 
     @property
     def name(self) -> str:

@@ -42,7 +42,7 @@ def load_decoder(
 
     The fingerprint of the weights is a hash of every tensor (name, type, shape and stored bytes), the config, the
     quantisation format, `dtype`, and whether weights are rounded to int8. It does not depend on how the checkpoint is
-    split into files, nor on whether codes are kept.
+    split into files, nor on whether codes are kept: KV then differs by no more than between batches of other sizes.
     """
     if dtype not in TORCH_DTYPES:
         raise ModelError(f"dtype {dtype!r} is not supported; choose one of {', '.join(TORCH_DTYPES)}")

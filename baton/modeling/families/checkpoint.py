@@ -1,8 +1,9 @@
 """Reads the safetensors files of a Hugging Face folder tensor by tensor, without pickle.
 
 Families load their tensors with this module when `baton.modeling.checkpoints.weights` loads a model, on any thread.
-Blocks. In addition to the loaded tensors, at most one stored tensor is in memory at a time. Quantised tensors are
-dequantised in parts of `_PART_ELEMENTS` elements. The stored bytes of every tensor are hashed (XXH3).
+Blocks. In addition to the loaded tensors, at most one stored tensor is in memory at a time, or, if codes are kept, the
+stored tensors of one linear layer and their codes in bytes. Quantised tensors are dequantised in parts of
+`_PART_ELEMENTS` elements. The stored bytes of every tensor are hashed (XXH3).
 
 Shape letters: N rows and K columns of a weight.
 """

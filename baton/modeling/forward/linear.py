@@ -5,7 +5,7 @@ There is one interface, which `layers` uses, with three implementations:
 - `TorchLinear` uses torch, on any device.
 - `PanelLinear` uses the C++ kernel (baton/modeling/kernels/linear/linear.cpp), for bf16 on CPUs. Norm, gate and
   residual are part of one pass over the weights. The result of a token does not depend on the other tokens of the
-  batch, bit for bit.
+  batch, bit for bit, except for stored codes, for which small calls are computed in another way.
 - `LinearByRows` uses the C++ kernel for few rows (tokens) and torch for many rows.
   `baton.modeling.kernels.choosing` measures the number of rows from which torch is faster.
 
@@ -92,9 +92,9 @@ class PanelLinear:
     """Linear layer that is computed by the C++ kernel, which must have been loaded. The weight is stored only in panels
     (blocks of 32 rows that the kernel reads sequentially).
 
-    A `StoredWeight` keeps its codes. Calls with at most four rows multiply by the codes, and calls with more rows by
-    dequantised weights. If the multiplication method has operands in bf16, the results of these equal, bit for bit,
-    those of the same weight in bf16. Other results are those of exact weights.
+    A `StoredWeight` keeps its codes. Calls with at most four rows (two with AVX2) multiply by the codes, and calls with
+    more rows by dequantised weights. If the multiplication method has operands in bf16, the results of these equal, bit
+    for bit, those of the same weight in bf16. Other results are those of exact weights.
 
     If `int8` is set, a weight in bf16 is rounded to int8 with one scale per row, which halves the number of bytes to
     read.

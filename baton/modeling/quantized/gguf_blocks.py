@@ -34,7 +34,7 @@ class GgufFormat:
     def read(cls, fields: Fields) -> "GgufFormat":
         """Read the format from the field `quantization_config` of config.json. Raises ModelError for unknown types."""
         types = fields.raw.get("types")
-        if not isinstance(types, list) or not all(each in _READERS for each in types):
+        if not isinstance(types, list) or not all(isinstance(each, str) and each in _READERS for each in types):
             raise fields.error("types", f"{types!r} is not a list of {', '.join(_READERS)}", "convert the file again")
         return cls(tuple(types))
 
@@ -46,6 +46,9 @@ class GgufFormat:
         for type_name in self.types:
             if tensors.has(name := blocks_name(module, type_name)):
                 num_values, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
+                if shape[1] % num_values:
+                    remedy = "use the config.json that belongs to the weights"
+                    raise tensors.error(name, f"has blocks of {num_values}, which do not divide {shape[1]}", remedy)
                 stored = shape[0], shape[1] // num_values * num_bytes
                 return GgufWeight(type_name, tensors.stored(name, {torch.uint8: [stored]}))
         return None

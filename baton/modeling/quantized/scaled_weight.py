@@ -23,9 +23,9 @@ SCALE_TYPES = tuple(TORCH_DTYPES.values())
 WORD_BITS = 32
 _PART_ROWS = 1024
 """Number of rows whose codes are converted at a time. A multiple of 32."""
-_CODE_RANGES = ((0, 16, 4, 0), (-8, 8, 4, 0), (-128, 128, 8, -128), (0, 256, 8, -128))
-"""Ranges of codes: the lowest code, the end (exclusive), the number of bits of a `StoredWeight` that contains them, and
-the value that it stores for the lowest code."""
+_CODE_RANGES = ((0, 15, 4, 0), (-8, 7, 4, 8), (-128, 127, 8, 0), (0, 255, 8, -128))
+"""Ranges of codes: the lowest code, the highest, the number of bits of a `StoredWeight` that contains them, and the
+number that it adds to each."""
 
 
 @dataclass(frozen=True)
@@ -104,24 +104,29 @@ class ScaledWeight(QuantisedWeight):
 
     def stored(self) -> StoredWeight | None:
         num_rows, num_groups = self.grid.shape
+        columns_K = self.grid.columns_K
         if not self.has_integers or self.grid.rows_a_scale != 1:
             return None
-        starts = range(0, num_rows, _PART_ROWS)
-        codes_NK = torch.cat([self.codes(at, min(at + _PART_ROWS, num_rows)).short() for at in starts])
-        columns_K = torch.arange(codes_NK.shape[1]) * num_groups // codes_NK.shape[1]
-        fitting = [each for each in _CODE_RANGES if each[0] <= codes_NK.min() and codes_NK.max() < each[1]]
-        if not fitting or (self.grid.columns_K is not None and not torch.equal(self.grid.columns_K, columns_K)):
+        if columns_K is not None and not torch.equal(columns_K, _in_order(len(columns_K), num_groups)):
             return None
-        lowest, _, bits, least = fitting[0]
-        shift = least - lowest
+        parts = [self.codes(at, min(at + _PART_ROWS, num_rows)).short() for at in range(0, num_rows, _PART_ROWS)]
+        lowest, highest = min(int(each.min()) for each in parts), max(int(each.max()) for each in parts)
+        bits, shift = next(each[2:] for each in _CODE_RANGES if each[0] <= lowest and highest <= each[1])
         scales_NG = self.scales.double().view(self.grid.shape)
         zeros_NG = shift + (torch.zeros_like(scales_NG) if self.zeros_RC is None else self.zeros_RC.double())
-        offsets_NG, zero = -zeros_NG * scales_NG, int(zeros_NG[0, 0])
+        offsets_NG = -zeros_NG * scales_NG
         if not torch.equal(offsets_NG, offsets_NG.float().double()):
-            return None  # an offset would be rounded, and then the sum again
-        fields = [scales_NG] if bool((zeros_NG == zero).all()) else [scales_NG, offsets_NG]
-        codes_NK = (codes_NK + shift).to(torch.int8 if bits == 8 else torch.uint8)
-        return StoredWeight(bits, codes_NK, narrowed(torch.stack(fields, -1)), zero=zero if len(fields) == 1 else 0)
+            return None  # an offset would be rounded, and then the sum again; or is NaN
+        is_same = bool((zeros_NG == zeros_NG[0, 0]).all())
+        fields = [scales_NG] if is_same else [scales_NG, offsets_NG]
+        codes_NK = torch.cat([(each + shift).to(torch.int8 if bits == 8 else torch.uint8) for each in parts])
+        zero = int(zeros_NG[0, 0]) if is_same else 0
+        return StoredWeight(bits, codes_NK, narrowed(torch.stack(fields, -1)), zero=zero)
+
+
+def _in_order(num_inputs: int, num_groups: int) -> Tensor:
+    """Return the group of each input, `[K]`, if groups have equal sizes and consecutive inputs."""
+    return torch.arange(num_inputs) * num_groups // num_inputs
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:

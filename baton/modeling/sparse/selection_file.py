@@ -3,7 +3,7 @@ projections of queries and keys) and the parameters of key selection.
 
 Residency policies that select keys load the file when a generation group starts. Its tensors are `q_LGHR` and `k_LGHR`
 (see `baton.modeling.sparse.bases`). All other values are text in the file's metadata. A file is valid only for the
-weights from which it was computed, including their dtype and weights. It stores the fingerprint of these weights.
+weights from which it was computed, including their dtype and form. It stores the fingerprint of these weights.
 Reading and writing block on the disk.
 """
 
@@ -25,7 +25,7 @@ from baton.settings.paths import cache_folder
 
 _FORMAT = "baton-selection 2"
 """Name of the file format, with the version of its fields."""
-_REMEDY = "run `baton prepare` with this model, dtype and weights"
+_REMEDY = "run `baton prepare` with this model, dtype and model.weights"
 _TENSORS = ("q_LGHR", "k_LGHR")
 _MEASURED = ("captured_mass", "picked_share", "perplexity_cost")
 LOOKAHEADS = (0, 1)

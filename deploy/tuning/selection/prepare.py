@@ -32,7 +32,7 @@ _CHOOSING = ", ".join(f"`{name}`" for name, traits in POLICIES.items() if traits
 _DESCRIPTION = f"""\
 Prepares a model for the residency policies {_CHOOSING}. With these policies, a generation step
 estimates the attention score of every key, and attends only to the keys with the best scores. The command finds two
-things and writes them to a file, which is valid for this model, dtype and weights:
+things and writes them to a file, which is valid for this model, dtype and model.weights:
 
   basis       projection of queries and keys to a few columns, from which scores are estimated
   selection   limits on selected keys: distance from the best score (alpha), and fraction of all keys (most-share)

@@ -110,7 +110,13 @@ def main() -> None:
     from baton.text.gguf_tokenizer import write_tokenizer
     from tests.conftest import MODEL_CACHE
 
-    folder = resolve_model("smollm2-135m", cache=MODEL_CACHE, progress=lambda done, total: None, finish=write_tokenizer)
+    folder = resolve_model(
+        "smollm2-135m",
+        cache=MODEL_CACHE,
+        progress=lambda done, total: None,
+        finish=write_tokenizer,
+        dequantised=True,
+    )
     model = transformers_model(folder)
     made = [make(model, prompt_ids) for prompt_ids in prompts(folder)]
     np.savez_compressed(

@@ -63,17 +63,6 @@ class StoredWeight:
             self, codes_NK=change(self.codes_NK), scales_NGF=change(self.scales_NGF), factors_NSF=factors
         )
 
-    def values(self) -> Tensor:
-        """Return the values of the weight, `[N, K]`, in fp32."""
-        scales_NGF = self.scales_NGF.double()
-        if self.factors_NSF is not None:
-            repeats = self.factors_NSF.shape[1] // scales_NGF.shape[1]
-            scales_NGF = scales_NGF.repeat_interleave(repeats, 1) * self.factors_NSF
-        scales_NGF = scales_NGF.repeat_interleave(self.shape[1] // scales_NGF.shape[1], 1)
-        scale_NK = scales_NGF[..., 0]
-        offset_NK = scales_NGF[..., 1] if scales_NGF.shape[2] == 2 else -self.zero * scale_NK
-        return (scale_NK * self.codes_NK + offset_NK).float()
-
 
 def joined(parts: Sequence[StoredWeight]) -> StoredWeight | None:
     """Return the weight that contains the rows of all parts. The values of parts that are stored in different ways do

@@ -52,8 +52,6 @@ void run_panels(const LinearProblem& p, const std::vector<Block>& blocks, void* 
   multiply_few<Way>(p, blocks, x, first, last);
 }
 
-Packing packing_by_codes(int64_t T, int64_t K) { return {{}, by_codes_size(T, K) * int64_t(sizeof(float))}; }
-
 void run_by_codes(const LinearProblem& p, const std::vector<Block>&, void* packed, int64_t first, int64_t last) {
   if (first == last) return;
   auto* x = static_cast<float*>(packed);
@@ -61,18 +59,16 @@ void run_by_codes(const LinearProblem& p, const std::vector<Block>&, void* packe
   multiply_by_codes(p, x, first, last);
 }
 
-// Functions that multiply rows by weights.
-struct Operation {
-  Packing (*packing)(int64_t, int64_t);
-  void (*run)(const LinearProblem&, const std::vector<Block>&, void*, int64_t, int64_t);
-};
-
+// A linear layer's weights, and the functions that multiply them. Layers may store weights differently.
 struct Linear {
   LinearProblem weights;
-  Operation operation;
+  Packing (*packing)(int64_t, int64_t);
+  void (*run_blocks)(const LinearProblem&, const std::vector<Block>&, void*, int64_t, int64_t);
 
-  Operation of_rows(int64_t T) const {
-    return weights.by_codes && T <= kCodeRows ? Operation{packing_by_codes, run_by_codes} : operation;
+  bool takes_codes(int64_t T) const { return weights.by_codes && T <= kCodeRows; }
+
+  void run(const LinearProblem& p, const std::vector<Block>& blocks, void* packed, int64_t first, int64_t last) const {
+    (takes_codes(p.M) ? run_by_codes : run_blocks)(p, blocks, packed, first, last);
   }
 };
 
@@ -112,8 +108,12 @@ class Step {
     tasks_.divide(problem, num_threads, Attention<P, kLie>::height);
     int64_t most_bytes = 0;
     for (int part = 0; part < kNumParts; ++part) {  // all layers have the shapes of the first
-      packings_[part] = layers[0][part].of_rows(T_).packing(T_, layers[0][part].weights.K);
-      most_bytes = std::max(most_bytes, packings_[part].num_bytes);
+      const int64_t K = layers[0][part].weights.K, by_codes_bytes = by_codes_size(T_, K) * int64_t(sizeof(float));
+      auto [blocks, num_bytes] = layers[0][part].packing(T_, K);
+      blocks_[part] = std::move(blocks);
+      const auto takes_codes = [&](const Layer& layer) { return layer[part].takes_codes(T_); };
+      const bool needs_codes = std::any_of(layers.begin(), layers.end(), takes_codes);
+      most_bytes = std::max({most_bytes, num_bytes, needs_codes ? by_codes_bytes : 0});
     }
     for (int i = 0; i < num_threads; ++i) own_.emplace_back(problem, tasks_.found(), most_bytes);
   }
@@ -163,7 +163,7 @@ class Step {
     LinearProblem p = layer[part].weights;
     p.x = x, p.residual = residual, p.y = y;
     p.M = T_, p.x_row = p.K, p.residual_row = p.N;
-    layer[part].of_rows(T_).run(p, packings_[part].blocks, own_[me.number].packed.data(), me.first(p.P), me.last(p.P));
+    layer[part].run(p, blocks_[part], own_[me.number].packed.data(), me.first(p.P), me.last(p.P));
   }
 
   void turn_and_append(const AttentionProblem& p, Member me) {
@@ -196,7 +196,7 @@ class Step {
   const int64_t width_;  // numbers of a token's queries, keys and values
   std::vector<uint16_t> qkv_, attended_, gated_;
   const int num_threads_;
-  std::array<Packing, kNumParts> packings_;
+  std::array<std::vector<Block>, kNumParts> blocks_;
   Tasks tasks_;
   std::deque<Own> own_;
   Meeting meeting_;
@@ -218,9 +218,10 @@ class DecodeLayers {
 
   // Adds the next linear layer: of each layer its parts in turn. What the weights point to must outlive this object.
   void add(const Weights& weights) {
-    Linear linear{of_weights(weights, linears_), {}};
+    Linear linear{of_weights(weights, linears_), nullptr, nullptr};
     with_way(weights, linears_, [&](auto way) {
-      linear.operation = {packing<decltype(way)>, run_panels<decltype(way)>};
+      linear.packing = packing<decltype(way)>;
+      linear.run_blocks = run_panels<decltype(way)>;
     });
     added_.push_back(linear);
     if (added_.size() < kNumParts) return;

@@ -18,7 +18,6 @@
 #include <type_traits>
 #include <utility>
 
-#include "common/entry.h"
 #include "common/simd.h"
 
 namespace {

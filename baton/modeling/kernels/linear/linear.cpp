@@ -100,6 +100,7 @@ void run_by_codes(const LinearProblem& p, int num_threads) {
 
 template <class Way>
 void run(const LinearProblem& p, int num_threads) {
+  if (p.M == 0) return;
   if (p.by_codes && p.M <= kCodeRows) return run_by_codes(p, num_threads);
   using Packed = typename Way::Packed;
   const int64_t row_bytes = Way::size(Way::kMostRows, p.K) * int64_t(sizeof(Packed)) / Way::kMostRows;

@@ -106,7 +106,7 @@ def test_here_measures_with_the_model_s_shape(
     run = baton.run("plan smollm2-135m --hardware here --threads 2 --dtype float32 --batch 1 --context 1k")
     assert run.status == 0
     assert doubt in run.err if doubt else not run.err
-    assert asked == [(576, 4, "float32", 2, "none")]
+    assert asked == [(576, 4, "float32", 2, "stored")]
     text = " ".join(run.out.split())
     assert "this machine, measured with 2 threads" in text
     assert "reads 20 GB/s, computes 0.5 TFLOP/s, attends to 10 GB/s, 20 us a layer in addition, 50% overlapped" in text

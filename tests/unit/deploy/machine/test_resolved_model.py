@@ -6,12 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from safetensors.numpy import save_file
 
 from baton.errors import ConfigError
+from baton.modeling.kernels import native
 from baton.process.clock import SystemClock
 from deploy.config.file import WrittenConfig
 from deploy.groups.cluster import LocalCluster
+from deploy.machine import resolved_model
 from deploy.machine.cluster_plan import ClusterPlan
 from deploy.machine.resolved_model import ResolvedModel
 from tests.support.models.config_folders import TINY, write_config
@@ -59,3 +62,49 @@ def test_packed_weights_are_counted_by_their_bits(folder: Path) -> None:
     (folder / "config.json").write_text("{}")
     (folder / "quant_config.json").write_text('{"w_bit": 8}')
     assert ResolvedModel(folder).weight_bytes("bfloat16") == 2 * (15 * 4 + 7)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "chosen_set", lambda: "x86-64-v3")
+
+
+def test_codes_that_are_kept_are_counted_as_they_are_stored(folder: Path, kernels: None) -> None:
+    tensors: dict[str, Any] = {
+        "a.blocks_q4_k": np.zeros((2, 144), np.uint8),
+        "b.blocks_q8_0": np.zeros((1, 68), np.uint8),
+        "c.weight": np.zeros((4, 8), np.int8),
+        "d.weight": np.zeros(10, np.float16),
+    }
+    save_file(tensors, folder / "model.safetensors")
+    model = ResolvedModel(folder)
+    num_packed, packed_bytes = 512 + 64 + 32, 288 + 68 + 32
+    assert model.keeps_codes("bfloat16", "stored")
+    assert model.weight_bytes("bfloat16", "stored") == packed_bytes + 20
+    assert model.weight_bytes("bfloat16") == model.weight_bytes("bfloat16", "int8") == 2 * (num_packed + 10)
+    assert model.weight_bytes("float32", "stored") == 4 * (num_packed + 10)
+    assert model.bytes_per_weight("bfloat16", "stored") == (packed_bytes + 20) / (num_packed + 10)
+    assert model.bytes_per_weight("bfloat16", "int8") == 1
+    assert model.bytes_per_weight("bfloat16", "bfloat16") is None
+
+
+@pytest.mark.parametrize("setting", ["desc_act", "actorder"])
+def test_weights_whose_inputs_were_reordered_are_counted_as_dequantised(
+    setting: str, folder: Path, kernels: None
+) -> None:
+    save_file({"m.qweight": np.zeros((3, 5), np.int32)}, folder / "model.safetensors")
+    for value, num_bytes in ((False, 60), (True, 2 * 15 * 8)):
+        config = {"quantization_config": {"bits": 4, setting: value}}
+        (folder / "config.json").write_text(json.dumps(config))
+        assert ResolvedModel(folder).weight_bytes("bfloat16", "stored") == num_bytes
+
+
+def test_without_kernels_weights_are_dequantised(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "chosen_set", lambda: None)
+    save_file({"a.blocks_q4_0": np.zeros((2, 18), np.uint8)}, folder / "model.safetensors")
+    assert ResolvedModel(folder).weight_bytes("bfloat16", "stored") == 2 * 64
+
+
+def test_sizes_of_blocks_are_those_of_the_gguf_package() -> None:
+    for name, sizes in resolved_model._BLOCKS.items():
+        assert GGML_QUANT_SIZES[GGMLQuantizationType[name.removeprefix("blocks_").upper()]] == sizes

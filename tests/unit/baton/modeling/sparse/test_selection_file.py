@@ -15,7 +15,7 @@ from baton.modeling.sparse.bases import Basis, BasisKind
 from baton.modeling.sparse.selection_file import PreparedSelection, load_prepared, prepared_path, save_prepared
 from tests.support.models.tiny_models import random_decoder
 
-REMEDY = "run `baton prepare` with this model, dtype and weights"
+REMEDY = "run `baton prepare` with this model, dtype and model.weights"
 
 
 @pytest.fixture(scope="module")
