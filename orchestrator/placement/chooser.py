@@ -24,15 +24,7 @@ from orchestrator.membership.view import GenerationGroup
 from orchestrator.placement.block_fetches import BlockFetch
 from orchestrator.placement.context import AttemptPrompt, PlacementContext
 from orchestrator.placement.generation_load import NO_TOKENS
-from orchestrator.placement.options import (
-    ClusterSnapshot,
-    GroupChain,
-    Option,
-    able_groups,
-    could_serve,
-    decide,
-    order,
-)
+from orchestrator.placement.options import ClusterSnapshot, GroupChain, Option, able_groups, could_serve, decide
 from orchestrator.requests.config import Disaggregation, OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 
@@ -117,7 +109,7 @@ class Chooser:
         options = snapshot.options(groups, record.avoid, by_chain=not self._refusal(record))
         chains = [each for each in options if each.chain is not None]
         permitted = chains if chains and self._policy(record) == "always" else options
-        chosen = min(permitted, key=partial(order, members=self._members)).generation
+        chosen = min(permitted, key=snapshot.order).generation
         return [each for each in options if each.generation is chosen]
 
     def lacks_chain(self, record: RequestRecord, options: Sequence[Option]) -> bool:

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 from baton.results.prefill_trace import Placement, PlacementTerms
 from baton.types import TokenRange
-from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, G, GenerationGroup, Group, PrefillGroup
 from orchestrator.placement.block_fetches import BlockFetch, PromptSources, node_of
 from orchestrator.placement.chain_width import ChainPlan
@@ -159,6 +158,13 @@ class ClusterSnapshot:
             for _, (_, moved_s, chain) in sorted(best.items(), key=lambda each: each[0])
         ]
 
+    def order(self, option: Option) -> tuple[bool, float, int]:
+        """Return the sort key by which generation groups are compared. Groups that lack memory come last. Among nearly
+        equal costs, the group with the most free slots comes first. An unknown cost counts as 0."""
+        group, cost_s = option.generation, 0.0 if option.terms is None else option.terms.cost_s
+        num_slots = self._context.members.load(group.name).num_slots
+        return option.lacks_memory, cost_s // ALIKE_S, num_slots - group.num_slots
+
     def _locals(self, generation: GenerationGroup, lacks_memory: bool) -> Iterator[Option]:
         """Yield the options to prefill on the generation group itself, one for each start (see `_starts`)."""
         planner, step_s = self._context.planner_of(generation), self._step_s(generation)
@@ -248,13 +254,6 @@ class ClusterSnapshot:
 
         alternating = itertools.zip_longest(*(sorted(alike, key=order) for alike in by_device.values()))
         return [group for each in alternating for group in each if group is not None][:_MOST_PRICED]
-
-
-def order(option: Option, members: Membership) -> tuple[bool, float, int]:
-    """Return the sort key by which generation groups are compared. Groups that lack memory come last. Among nearly
-    equal costs, the group with the most free slots comes first. An unknown cost counts as 0."""
-    group, cost_s = option.generation, 0.0 if option.terms is None else option.terms.cost_s
-    return option.lacks_memory, cost_s // ALIKE_S, members.load(group.name).num_slots - group.num_slots
 
 
 def decide(options: Sequence[Option], rule: str, policy: Disaggregation) -> tuple[Option, Placement]:

@@ -2,7 +2,6 @@
 
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
@@ -19,7 +18,7 @@ from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGr
 from orchestrator.placement.chain_width import PromptChains
 from orchestrator.placement.chooser import Chooser
 from orchestrator.placement.context import AttemptPrompt
-from orchestrator.placement.options import ClusterSnapshot, GroupChain, Option, decide, order
+from orchestrator.placement.options import ClusterSnapshot, GroupChain, Option, decide
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
@@ -50,6 +49,11 @@ def members_of(*groups: GenerationGroup) -> Membership:
     return members
 
 
+def snapshot_of(members: Membership) -> ClusterSnapshot:
+    chooser = Chooser(members, PLANNER, ManualClock(), OrchestratorConfig())
+    return ClusterSnapshot(AttemptPrompt(chooser.context, request()))
+
+
 def with_room(
     members: Membership, record: RequestRecord | None = None, avoid: frozenset[object] = frozenset(), **held: int
 ) -> list[GenerationGroup]:
@@ -62,7 +66,7 @@ def with_room(
 
 def best(members: Membership, **cost_s: float) -> GenerationGroup:
     options = [Option(group, terms(prefill_s=cost_s[group.name])) for group in members.view.generation]
-    return min(options, key=partial(order, members=members)).generation
+    return min(options, key=snapshot_of(members).order).generation
 
 
 def test_choices_need_as_many_slots() -> None:
@@ -97,7 +101,7 @@ def test_the_cheaper_group_wins_and_of_groups_alike_the_one_with_room() -> None:
 def test_a_group_that_lacks_memory_comes_last() -> None:
     members = members_of(A, B)
     options = [Option(A, terms(prefill_s=9.0)), Option(B, terms(prefill_s=0.1), lacks_memory=True)]
-    assert min(options, key=partial(order, members=members)).generation == A
+    assert min(options, key=snapshot_of(members).order).generation == A
 
 
 def test_who_is_faster_prefills_and_of_equals_the_chain() -> None:
