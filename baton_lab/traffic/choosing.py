@@ -35,7 +35,7 @@ def plan_now(chooser: Chooser, record: RequestRecord, held: ExitStack) -> Plan |
         return None
     snapshot = ClusterSnapshot(AttemptPrompt(chooser.context, record))
     options = chooser.cheapest(snapshot, groups)
-    if chooser.lacks_chain(record, options):
+    if chooser.lacks_chain(snapshot, options):
         return None
     held.enter_context(chooser.context.members.hold(options[0].generation.name, record.request.num_slots))
     return chooser.planned(snapshot, options)

@@ -25,7 +25,7 @@ from orchestrator.placement.block_fetches import BlockFetch
 from orchestrator.placement.context import AttemptPrompt, PlacementContext
 from orchestrator.placement.generation_load import NO_TOKENS
 from orchestrator.placement.options import ClusterSnapshot, GroupChain, Option, able_groups, could_serve, decide
-from orchestrator.requests.config import Disaggregation, OrchestratorConfig
+from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 
 logger = logging.getLogger(__name__)
@@ -98,31 +98,30 @@ class Chooser:
         options = self.cheapest(snapshot, groups)
         generation = options[0].generation
         held.enter_context(self._members.hold(generation.name, record.request.num_slots))
-        if self.lacks_chain(record, options):
+        if self.lacks_chain(snapshot, options):
             local = min(options, key=lambda each: each.cost_s)
-            snapshot, options = await self._await_chain(record, partial(look, held=generation.name), local)
+            snapshot, options = await self._await_chain(snapshot, partial(look, held=generation.name), local)
         return self.planned(snapshot, options)
 
     def cheapest(self, snapshot: ClusterSnapshot, groups: Sequence[GenerationGroup]) -> list[Option]:
         """Return the options on that one of these generation groups which has the cheapest permitted option."""
-        record = snapshot.record
-        options = snapshot.options(groups, record.avoid, by_chain=not self._refusal(record))
+        options = snapshot.options(groups, snapshot.record.avoid)
         chains = [each for each in options if each.chain is not None]
-        permitted = chains if chains and self._policy(record) == "always" else options
+        permitted = chains if chains and snapshot.policy == "always" else options
         chosen = min(permitted, key=snapshot.order).generation
         return [each for each in options if each.generation is chosen]
 
-    def lacks_chain(self, record: RequestRecord, options: Sequence[Option]) -> bool:
+    def lacks_chain(self, snapshot: ClusterSnapshot, options: Sequence[Option]) -> bool:
         """Return True if none of these options, which are on one generation group, has a chain, although a chain may
         prefill and prefill groups exist."""
         has_chain = any(each.chain is not None for each in options)
-        return not (has_chain or self._rule(record, options[0].generation))
+        return not (has_chain or snapshot.rule(options[0].generation))
 
     def planned(self, snapshot: ClusterSnapshot, options: Sequence[Option]) -> Plan:
         """Select one of these options, which are on one generation group. Add the attempt to the list of attempts on
         this group, and return its plan."""
         record, generation = snapshot.record, options[0].generation
-        option, placement = decide(options, self._rule(record, generation), self._policy(record))
+        option, placement = decide(options, snapshot.rule(generation), snapshot.policy)
         if placement.reason == "none_ready":
             self.num_degraded += 1
             logger.warning("degraded request=%s attempt=%d: no prefill group", record.request_id, record.attempt.number)
@@ -176,8 +175,9 @@ class Chooser:
         groups = self.with_room(record) or able_groups(self._members.view, record)
         if not groups:
             return 0.0
-        options = self.cheapest(ClusterSnapshot(AttemptPrompt(self.context, record)), groups)
-        option, _ = decide(options, self._rule(record, options[0].generation), self._policy(record))
+        snapshot = ClusterSnapshot(AttemptPrompt(self.context, record))
+        options = self.cheapest(snapshot, groups)
+        option, _ = decide(options, snapshot.rule(options[0].generation), snapshot.policy)
         return 0.0 if option.terms is None else option.terms.own_s
 
     async def _await_room(self, record: RequestRecord, avoid: Collection[Hashable]) -> list[GenerationGroup]:
@@ -199,12 +199,12 @@ class Chooser:
         return groups
 
     async def _await_chain(
-        self, record: RequestRecord, look: Callable[[], ClusterSnapshot], local: Option
+        self, snapshot: ClusterSnapshot, look: Callable[[], ClusterSnapshot], local: Option
     ) -> tuple[ClusterSnapshot, list[Option]]:
         """Wait until a prefill group is ready for the generation group of `local`, at most as long as a local prefill
-        is predicted to take. Return a new snapshot and the options on this group."""
-        is_over, avoid, wait_s = False, record.avoid, self._config.prefill_wait_s
-        if self._policy(record) == "auto" and local.terms is not None and not local.lacks_memory:
+        is predicted to take. Return a snapshot that `look` has created, and the options on this group."""
+        is_over, avoid, wait_s = False, snapshot.record.avoid, self._config.prefill_wait_s
+        if snapshot.policy == "auto" and local.terms is not None and not local.lacks_memory:
             wait_s = min(wait_s, local.terms.own_s)
         end_s = self._end_s(avoid, wait_s)
         while True:
@@ -238,19 +238,3 @@ class Chooser:
 
     def _withdrawn(self, record: RequestRecord) -> tuple[str, ...]:
         return self._members.withdrawn(partial(could_serve, record=record))
-
-    def _rule(self, record: RequestRecord, generation: GenerationGroup) -> str:
-        """Return the reason why no chain may prefill: that of `_refusal`, or that no prefill group exists. Return an
-        empty string if a chain may prefill."""
-        has_groups = self._members.view.chains_for(generation).prefill
-        return self._refusal(record) or ("" if has_groups else "no_prefill_groups")
-
-    def _refusal(self, record: RequestRecord) -> str:
-        """Return the reason why no chain may prefill the request in any cluster: a chain computes only the last logits,
-        or chains are switched off. Return an empty string if there is none."""
-        if record.wants_prompt_scores:
-            return "prompt_scores"
-        return "never" if self._policy(record) == "never" else ""
-
-    def _policy(self, record: RequestRecord) -> Disaggregation:
-        return "always" if record.request.by_chain else self._config.disaggregation

@@ -100,6 +100,13 @@ class ClusterSnapshot:
         self.uses_cached = uses_cached and not prompt.record.wants_prompt_scores  # scores need all logits
         self._fetches = self.uses_cached and fetches
         self._held = held
+        self.policy: Disaggregation = "always" if self.record.request.by_chain else self._context.config.disaggregation
+        """Setting `disaggregation`, or "always" if the request demands a chain."""
+        self._refusal = "never" if self.policy == "never" else ""
+        """Reason why no chain may prefill the request in any cluster: a chain computes only the last logits, or chains
+        are switched off. Empty if there is none."""
+        if prompt.record.wants_prompt_scores:
+            self._refusal = "prompt_scores"
         self._now_s = prompt.context.clock.now_s()
         self._cached: dict[tuple[str, str], int] = {}
         """Number of leading prompt tokens whose KV is in a store, by the fingerprint of the KV layout and the name of
@@ -118,19 +125,17 @@ class ClusterSnapshot:
         self._steps_s: dict[str, float] = {}
         """Predicted seconds of a decode step of each generation group, by name."""
 
-    def options(
-        self, groups: Sequence[GenerationGroup], avoid: Collection[Hashable] = (), *, by_chain: bool = True
-    ) -> list[Option]:
+    def options(self, groups: Sequence[GenerationGroup], avoid: Collection[Hashable] = ()) -> list[Option]:
         """Return the options to serve the request on each of these generation groups: the cheapest chain, and the group
         itself, each without a fetch and, if KV can be fetched, with one.
 
-        Only ready prefill groups whose incarnation is not in `avoid` are considered, and none if `by_chain` is False.
+        Only ready prefill groups whose incarnation is not in `avoid` are considered, and none if no chain may prefill.
         If a chain can prefill, the group itself is an option only if its cost can be predicted.
         """
         found: list[Option] = []
         for group in self._sample(groups, groups[0].layout_fingerprint if groups else ""):
             lacks_memory = self._lacks_memory(group)
-            chains = self.by_chains(group, avoid, lacks_memory) if by_chain else []
+            chains = [] if self._refusal else self.by_chains(group, avoid, lacks_memory)
             is_compared = not chains or not lacks_memory  # the wait for memory is unknown
             local = self._locals(group, lacks_memory) if is_compared else ()
             found += [*chains, *(each for each in local if each.terms is not None or not chains)]
@@ -157,6 +162,12 @@ class ClusterSnapshot:
             Option(generation, chain.terms(waited_s, moved_s), chain, chain.fetch, lacks_memory)
             for _, (_, moved_s, chain) in sorted(best.items(), key=lambda each: each[0])
         ]
+
+    def rule(self, generation: GenerationGroup) -> str:
+        """Return the reason why no chain may prefill for this generation group: that of `_refusal`, or that no prefill
+        group exists. Return an empty string if a chain may prefill."""
+        has_groups = self._context.members.view.chains_for(generation).prefill
+        return self._refusal or ("" if has_groups else "no_prefill_groups")
 
     def order(self, option: Option) -> tuple[bool, float, int]:
         """Return the sort key by which generation groups are compared. Groups that lack memory come last. Among nearly
