@@ -30,6 +30,7 @@ from orchestrator.dispatch.token_streams import Emit, StreamDrainer, first_event
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import GenerationGroup
 from orchestrator.placement.chooser import Chooser, Plan
+from orchestrator.placement.options import Reuse
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Attempt, RequestRecord
 from orchestrator.workers.client import AttemptEvents, Clients, WorkerClient
@@ -69,16 +70,11 @@ class _Learnt:
     full: set[Hashable] = field(default_factory=set)
     """Incarnations of the groups that refused the attempt for lack of slots or memory. A group gets a new incarnation
     when it is repaired or replaced. The set is cleared when all groups have refused."""
-    trusts_hints: bool = True
-    """True while the attempt relies on the prefix index. False after the index has listed blocks that were missing."""
+    reuse: Reuse = "cluster"
+    """Cached blocks that the next plan may rely on. "node" after an incomplete fetch of cached KV from another node.
+    "none" after the prefix index has listed blocks that were missing."""
     fetch: PrefixFetch | None = None
     """Result of the attempt's most recent fetch of cached KV from another node; None before the first fetch."""
-
-    @property
-    def may_fetch(self) -> bool:
-        """Return True if the next plan may include a fetch of cached KV from another node. False after an incomplete
-        fetch."""
-        return self.fetch is None or not self.fetch.shortfall
 
 
 class AttemptRunner:
@@ -125,20 +121,19 @@ class AttemptRunner:
         while not record.is_complete:
             try:
                 with ExitStack() as held:
-                    plan = await self.chooser.plan(
-                        *(record, held), full=learnt.full, uses_cached=learnt.trusts_hints, fetches=learnt.may_fetch
-                    )
+                    plan = await self.chooser.plan(record, held, full=learnt.full, reuse=learnt.reuse)
                     if plan.fetch is not None:
                         learnt.fetch = await self._fetcher.run(plan.fetch, record)
                         if learnt.fetch.shortfall:
+                            learnt.reuse = "node"
                             continue  # the blocks that the plan relies on are missing
                     home = self._home(record, plan.generation, held, learnt.fetch)
                     await self._serve(home, plan, learnt, emit)
             except StalePrefixError as stale:
-                if not learnt.trusts_hints:
+                if learnt.reuse == "none":
                     raise
                 logger.info("stale prefix request=%s attempt=%d: %s", record.request_id, record.attempt.number, stale)
-                learnt.trusts_hints = False
+                learnt.reuse = "none"
                 record.replan()
 
     async def take_over(self, record: RequestRecord, emit: Emit) -> None:

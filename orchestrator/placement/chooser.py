@@ -24,7 +24,7 @@ from orchestrator.membership.view import GenerationGroup
 from orchestrator.placement.block_fetches import BlockFetch
 from orchestrator.placement.context import AttemptPrompt, PlacementContext
 from orchestrator.placement.generation_load import NO_TOKENS
-from orchestrator.placement.options import ClusterSnapshot, GroupChain, Option, able_groups, could_serve, decide
+from orchestrator.placement.options import ClusterSnapshot, GroupChain, Option, Reuse, able_groups, could_serve, decide
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 
@@ -55,8 +55,8 @@ class Plan:
     reserves: bool
     """True if slots are leased before the stream is opened. This is done if a chain sends KV to the slots, or if cached
     blocks are loaded into them."""
-    uses_cached: bool
-    """True if the plan relies on cached blocks that the prefix index lists."""
+    reuse: Reuse
+    """Cached blocks, listed in the prefix index, that the plan may rely on."""
     fetch: BlockFetch | None = None
     """Fetch of cached KV from another node before the attempt begins. None if no KV is fetched."""
 
@@ -75,25 +75,19 @@ class Chooser:
         self._config = config
 
     async def plan(
-        self,
-        record: RequestRecord,
-        held: ExitStack,
-        *,
-        full: Collection[Hashable] = (),
-        uses_cached: bool = True,
-        fetches: bool = True,
+        self, record: RequestRecord, held: ExitStack, *, full: Collection[Hashable] = (), reuse: Reuse = "cluster"
     ) -> Plan:
         """Return the plan for the attempt: the groups that serve it. Waits for groups if necessary.
 
         As soon as a generation group is selected, the attempt is added to the group's load, until the context stack
         `held` is closed. Other requests therefore do not get the attempt's slots while the attempt waits for a chain.
-        Groups whose incarnation is in `full` have refused the attempt and are tried last. If `uses_cached` is True, a
-        chain starts after the cached blocks. If `fetches` is True too, missing blocks may first be fetched from another
-        node. Raises NoGroupError if no group has enough free slots in time.
+        Groups whose incarnation is in `full` have refused the attempt and are tried last. A chain starts after the
+        cached blocks, unless `reuse` is "none". If `reuse` is "cluster", missing blocks may first be fetched from
+        another node. Raises NoGroupError if no group has enough free slots in time.
         """
         groups = await self._await_room(record, record.avoid | {*full})
         prompt = AttemptPrompt(self.context, record)
-        look = partial(ClusterSnapshot, prompt, uses_cached=uses_cached, fetches=fetches)
+        look = partial(ClusterSnapshot, prompt, reuse=reuse)
         snapshot = look()
         options = self.cheapest(snapshot, groups)
         generation = options[0].generation
@@ -148,7 +142,7 @@ class Chooser:
         return Plan(
             *(generation, option.chain, placement, blocks, names),
             reserves=option.chain is not None or finds_blocks,
-            uses_cached=snapshot.uses_cached,
+            reuse=snapshot.reuse,
             fetch=option.fetch,
         )
 
@@ -158,7 +152,8 @@ class Chooser:
         if plan.chain is None:
             return plan
         prompt = AttemptPrompt(self.context, record, {plan.generation.layout_fingerprint: plan.blocks})
-        snapshot = ClusterSnapshot(prompt, uses_cached=plan.uses_cached, fetches=False, held=plan.generation.name)
+        reuse: Reuse = "none" if plan.reuse == "none" else "node"
+        snapshot = ClusterSnapshot(prompt, reuse=reuse, held=plan.generation.name)
         chains = snapshot.by_chains(plan.generation, record.avoid)
         return replace(plan, chain=chains[0].chain if chains else plan.chain)
 

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from baton.results.prefill_trace import Placement, PlacementTerms
 from baton.types import TokenRange
@@ -28,6 +28,9 @@ from orchestrator.placement.context import AttemptPrompt
 from orchestrator.requests.config import Disaggregation
 from orchestrator.requests.record import RequestRecord
 
+Reuse = Literal["none", "node", "cluster"]
+"""Cached blocks that a plan may rely on: none, those that the prefix index lists on a group's own node, or also those
+of other nodes. The latter are fetched where this is predicted to be faster than computing them."""
 _MOST_PRICED = 16
 """Maximum number of groups of each role whose costs are predicted for a request."""
 ALIKE_S = 1e-3
@@ -85,20 +88,13 @@ class Option(NamedTuple):
 class ClusterSnapshot:
     """Options for one attempt at one moment. They are valid only until another task runs."""
 
-    def __init__(
-        self, prompt: AttemptPrompt, *, uses_cached: bool = True, fetches: bool = True, held: str = ""
-    ) -> None:
-        """Create the object for the present moment.
-
-        `uses_cached` is True if blocks that the prefix index lists on a group's own node count as cached. `fetches` is
-        True if blocks of other nodes may be fetched, where this is predicted to be faster than computing them. `held`
-        is the name of the group whose load already includes this request; empty if there is none.
-        """
+    def __init__(self, prompt: AttemptPrompt, *, reuse: Reuse = "cluster", held: str = "") -> None:
+        """Create the object for the present moment. `reuse` states which blocks count as cached. `held` is the name of
+        the group whose load already includes this request; empty if there is none."""
         self.record = prompt.record
         self._context = prompt.context
         self.prompt = prompt
-        self.uses_cached = uses_cached and not prompt.record.wants_prompt_scores  # scores need all logits
-        self._fetches = self.uses_cached and fetches
+        self.reuse: Reuse = "none" if prompt.record.wants_prompt_scores else reuse  # scores need all logits
         self._held = held
         self.policy: Disaggregation = "always" if self.record.request.by_chain else self._context.config.disaggregation
         """Setting `disaggregation`, or "always" if the request demands a chain."""
@@ -226,7 +222,7 @@ class ClusterSnapshot:
         """Yield the possible positions of the first computed token, for workers with this prefix store: after the
         blocks that the store has and, if further blocks can be fetched into it, after these, with the fetch."""
         yield self._cached_tokens(layout, store), None
-        if self._fetches and store:
+        if self.reuse == "cluster" and store:
             if layout not in self._sources:
                 self._sources[layout] = PromptSources(self._context.sources, self.prompt.blocks(layout))
             if (fetch := self._sources[layout].into(store)) is not None:
@@ -234,7 +230,7 @@ class ClusterSnapshot:
 
     def _cached_tokens(self, layout: str, store: str) -> int:
         """Return how many of the first tokens have KV of this layout in the store."""
-        if not self.uses_cached or not store:
+        if self.reuse == "none" or not store:
             return 0
         if (layout, store) not in self._cached:
             blocks = self.prompt.blocks(layout)

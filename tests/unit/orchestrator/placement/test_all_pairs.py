@@ -239,7 +239,7 @@ async def test_which_chain_is_cheapest_depends_on_how_much_kv_it_pushes(num_cach
     chooser.context.prefixes.use("short", names[: 192 // BLOCK])
     chooser.context.prefixes.use("group", names[: num_cached // BLOCK])
     with ExitStack() as held:
-        plan = await chooser.plan(asked_for(PROMPT), held, fetches=False)
+        plan = await chooser.plan(asked_for(PROMPT), held, reuse="node")
     assert plan.chain is not None and plan.chain.group == (short if num_cached else whole)
 
 

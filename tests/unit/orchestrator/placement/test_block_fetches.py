@@ -18,6 +18,7 @@ from orchestrator.membership.prefill_queues import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.block_fetches import BlockFetch
 from orchestrator.placement.chooser import Chooser, Plan
+from orchestrator.placement.options import Reuse
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
@@ -74,11 +75,9 @@ class Cluster:
         for store, number in self.held.items():
             self.chooser.context.prefixes.use(store, NAMES[:number])
 
-    async def plan(
-        self, record: RequestRecord | None = None, *, uses_cached: bool = True, fetches: bool = True
-    ) -> Plan:
+    async def plan(self, record: RequestRecord | None = None, *, reuse: Reuse = "cluster") -> Plan:
         with contextlib.ExitStack() as held:
-            plan = await self.chooser.plan(record or request(), held, uses_cached=uses_cached, fetches=fetches)
+            plan = await self.chooser.plan(record or request(), held, reuse=reuse)
         assert plan.generation == HERE
         return plan
 
@@ -181,8 +180,8 @@ async def test_drained_groups_are_asked_and_those_that_are_not_ready_are_not() -
 async def test_no_fetch_without_use_for_it() -> None:
     cluster = Cluster({"far": 3})
     assert (await cluster.plan(request(replace(PARAMS, prompt_logprobs=1)))).fetch is None
-    assert (await cluster.plan(uses_cached=False)).fetch is None
-    assert (await cluster.plan(fetches=False)).fetch is None
+    assert (await cluster.plan(reuse="none")).fetch is None
+    assert (await cluster.plan(reuse="node")).fetch is None
     cluster.planner.local = None  # nothing is known of computing
     assert (await cluster.plan()).fetch is None
 
