@@ -12,7 +12,7 @@ NUM_RECENT = 16
 """Number of latest operations from which a correction is computed."""
 _PASSED_OVER = 64
 """Number of consecutive decisions against an option after which its oldest observation is dropped."""
-_MOST = 32.0
+MOST_RATIO = 32.0
 """Maximum factor by which one operation may count as slower or faster than its prediction."""
 
 
@@ -65,7 +65,8 @@ def median_ratio(operations: Iterable[tuple[float, float]]) -> float:
     """Return the median, weighted by predicted seconds, of observed over predicted seconds. Each operation is given as
     (observed seconds, predicted seconds). Return 1 if there are none."""
     ascending = sorted(
-        (min(max(observed_s / predicted_s, 1 / _MOST), _MOST), predicted_s) for observed_s, predicted_s in operations
+        (min(max(observed_s / predicted_s, 1 / MOST_RATIO), MOST_RATIO), predicted_s)
+        for observed_s, predicted_s in operations
     )
     left_s = sum(seconds for _, seconds in ascending) / 2
     for ratio, seconds in ascending:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from baton.planning.chain.wavefront import rank_seconds, work_of
 from baton.planning.cost_model import BATON, CostModel
 from baton.planning.fit import fit_relative
-from baton.planning.pace import NUM_RECENT, PassedOver, median_ratio
+from baton.planning.pace import MOST_RATIO, NUM_RECENT, PassedOver, median_ratio
 from baton.results.prefill_trace import RankTiming
 from baton.types import TokenRange
 
@@ -41,10 +41,6 @@ _FITS = 3
 """Number of successive fits. Each uses the weights, and the larger of the two durations, of the fit before it."""
 _NEW_JOBS = 4
 """Number of new jobs after which costs are fitted again, if the number of known jobs is the maximum."""
-_MOST = 32.0
-"""Maximum factor by which one job may count as slower or faster than its nominal duration."""
-
-
 _TINY_S = 1e-30
 """Seconds that stand for no time where a cost must be above 0."""
 
@@ -110,7 +106,7 @@ class PrefillCosts:
         nominal_s = max(linear + pair, launch)
         if nominal_s > 0 and seconds > 0:
             self._passed_over.reset()
-            self._jobs.append((job, min(max(seconds, nominal_s / _MOST), nominal_s * _MOST)))
+            self._jobs.append((job, min(max(seconds, nominal_s / MOST_RATIO), nominal_s * MOST_RATIO)))
             self._num_new += 1
 
     def pass_over(self) -> None:
@@ -123,27 +119,25 @@ class PrefillCosts:
 
     def _fitted(self) -> CostModel:
         """Return the costs that fit the recent jobs."""
-        known = tuple(self._jobs)  # a copy, as the reader may be another thread than the one that adds jobs
+        nominal, known = self._nominal, tuple(self._jobs)  # a copy, as another thread may be the one that adds jobs
         if not known:
-            return self._nominal
+            return nominal
         jobs_NC, seconds_N = np.array([job for job, _ in known]), np.array([seconds for _, seconds in known])
-        factors_C = np.array([1.0, 1.0, 0.0, 1.0])
+        factors = [1.0, 1.0, 0.0, 1.0]
         weights_N = np.ones(len(seconds_N))
         for _ in range(_FITS):
-            is_launch_N = jobs_NC[:, 3] * factors_C[3] > jobs_NC[:, :3] @ factors_C[:3]
+            is_launch_N = jobs_NC[:, 3] * factors[3] > jobs_NC[:, :3] @ factors[:3]
             ratio = self._ratio(jobs_NC[~is_launch_N], seconds_N[~is_launch_N])
             columns_NC = np.where(is_launch_N[:, None], jobs_NC * [0, 0, 0, 1], jobs_NC * [1, 1, 1, 0])
             prior_PC, prior_P = np.diag([1.0, 1.0, 0.0, 1.0])[[0, 1, 3]], np.array([ratio, ratio, 1.0])
-            found, _ = fit_relative(
+            factors, _ = fit_relative(
                 np.concatenate((columns_NC, prior_PC)),
                 np.concatenate((seconds_N, prior_P)),
                 np.concatenate((weights_N, np.full(3, _PRIOR_WEIGHT))),
             )
-            factors_C = np.array(found)
-            errors_N = np.abs(columns_NC @ factors_C / seconds_N - 1)
+            errors_N = np.abs(columns_NC @ factors / seconds_N - 1)
             weights_N = _CLOSE / np.maximum(errors_N, _CLOSE)
-        linear, pair, fixed_s, launch = (float(factor) for factor in factors_C)
-        nominal = self._nominal
+        linear, pair, fixed_s, launch = factors
         return replace(
             nominal,
             linear_s=max(linear * nominal.linear_s, _TINY_S),
