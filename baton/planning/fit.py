@@ -29,7 +29,7 @@ def fit_relative(
     scale_C = np.maximum(np.abs(scaled_NC).max(axis=0), np.finfo(np.float64).tiny)  # no division by zero
     scaled_NC = scaled_NC / scale_C
     num_columns = columns.shape[1]
-    subsets_SC = np.array(sorted(itertools.product((1.0, 0.0), repeat=num_columns), key=sum)[1:])
+    subsets_SC = np.array(sorted(itertools.product((1.0, 0.0), repeat=num_columns), key=sum))
     normal_SCC = (scaled_NC.T @ scaled_NC) * subsets_SC[:, :, None] * subsets_SC[:, None, :]
     normal_SCC += np.eye(num_columns) * np.where(subsets_SC > 0, _RIDGE * len(seconds), 1.0)[:, None, :]
     solutions_SC = np.zeros_like(subsets_SC)
@@ -38,8 +38,6 @@ def fit_relative(
         gradients_SC = subsets_SC * -(errors_SN @ scaled_NC)
         solutions_SC += np.linalg.solve(normal_SCC, gradients_SC[:, :, None])[:, :, 0]
         errors_SN = solutions_SC @ scaled_NC.T - weights_N
-    best, best_error = np.zeros(num_columns), weights_N
-    for solution, error in zip(solutions_SC, errors_SN, strict=True):
-        if (solution >= 0).all() and error @ error < best_error @ best_error * (1 - 1e-9):
-            best, best_error = solution / scale_C, error
-    return [float(value) for value in best], float(np.abs(best_error / weights_N).max())
+    squares_S = np.where((solutions_SC >= 0).all(axis=1), (errors_SN**2).sum(axis=1), np.inf)
+    best = (squares_S <= squares_S.min() * (1 + 1e-9)).argmax()  # of subsets that fit alike the smallest
+    return (solutions_SC[best] / scale_C).tolist(), float(np.abs(errors_SN[best] / weights_N).max())
