@@ -7,15 +7,14 @@ starts, and the supervisor passes it on to the orchestrator in the cluster's vie
    "hardware": {"linear_flops": ..., ..., "link": {"latency_s": ..., "bandwidth": ...}},
    "memory_bytes": ..., "used_bytes": ..., "is_measured": true}}
 
-An infinite rate is left out, because JSON has no infinity. Infinity is the default of such a field.
+Fields with default values are left out. Infinite rates are among them, which JSON cannot express.
 
 `load` and `save` block on the disk; all other functions are pure.
 """
 
-import json
 import math
-from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -89,14 +88,10 @@ def save(profile: DeviceProfile, path: Path) -> None:
     """Write the profile to a file, replacing an existing one. Raises ConfigError when it cannot be written."""
     try:
         with whole(path) as partial:
-            fields = asdict(_File(SCHEMA, profile), dict_factory=_finite)
-            partial.write_text(json.dumps(fields, indent=1, allow_nan=False), encoding="utf-8")
+            text = TypeAdapter(_File).dump_json(_File(SCHEMA, profile), indent=1, exclude_defaults=True)
+            partial.write_text(text.decode(), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror}): make its folder writable") from error
-
-
-def _finite(fields: Iterable[tuple[str, object]]) -> dict[str, object]:
-    return {name: value for name, value in fields if value != math.inf}
 
 
 def load(path: Path) -> DeviceProfile:
