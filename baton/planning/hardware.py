@@ -4,9 +4,8 @@ All predictions begin with derived costs, and are corrected by the durations of 
 (`baton.planning.prefill_costs`, `baton.planning.step_cost`). All functions are pure.
 """
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from baton.errors import ConfigError
@@ -43,6 +42,16 @@ class Hardware:
         for name in ("linear_flops", "pair_flops", "scores_per_s", "memory_bandwidth"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"hardware: {name} = {getattr(self, name)} is out of range: give a rate above 0")
+
+    def on_cores(self, num_cores: float, shared_bandwidth: float) -> Self:
+        """Return the rates of a rank that uses `num_cores` cores with these rates. `shared_bandwidth` is the memory
+        bandwidth of all cores together, in bytes per second."""
+        return replace(
+            self,
+            linear_flops=self.linear_flops * num_cores,
+            pair_flops=self.pair_flops * num_cores,
+            memory_bandwidth=min(self.memory_bandwidth * num_cores, shared_bandwidth),
+        )
 
 
 @dataclass(frozen=True)
@@ -106,20 +115,8 @@ CPU_CORE_FP32 = Hardware(1e11, 7.5e10, LinkModel(1e-4, 2e9), memory_bandwidth=1e
 """Assumed rates of one CPU core in fp32. Torch computes both matrix products and attention."""
 
 
-def cpu_rank(
-    num_threads: float, dtype_bytes: int, core: Hardware | None = None, shared_bandwidth: float = math.inf
-) -> Hardware:
-    """Return the rates of a CPU rank that uses `num_threads` cores. `dtype_bytes` is 2 for bf16 and 4 for fp32.
-
-    `core` holds rates of one core for this dtype, and `shared_bandwidth` the memory bandwidth of all cores together, in
-    bytes per second. If `core` is None, estimated rates are used, with the memory bandwidth of one core for all.
-    """
-    if core is None:
-        core = CPU_CORE if dtype_bytes == 2 else CPU_CORE_FP32
-        shared_bandwidth = core.memory_bandwidth
-    return dataclasses.replace(
-        core,
-        linear_flops=core.linear_flops * num_threads,
-        pair_flops=core.pair_flops * num_threads,
-        memory_bandwidth=min(core.memory_bandwidth * num_threads, shared_bandwidth),
-    )
+def cpu_rank(num_threads: float, dtype_bytes: int) -> Hardware:
+    """Return the estimated rates of a CPU rank that uses `num_threads` cores, with the memory bandwidth of one core for
+    all. `dtype_bytes` is 2 for bf16 and 4 for fp32."""
+    core = CPU_CORE if dtype_bytes == 2 else CPU_CORE_FP32
+    return core.on_cores(num_threads, core.memory_bandwidth)

@@ -110,7 +110,7 @@ def local_profile(
         core,
         name=f"{processor_kind()}, {num_threads} thread{'s' if num_threads > 1 else ''}{limit}",
         device="emulated" if device == "emulated" else "cpu",
-        hardware=cpu_rank(min(num_threads, quota), dtype_bytes, core.hardware, core.shared_bandwidth),
+        hardware=core.hardware.on_cores(min(num_threads, quota), core.shared_bandwidth),
         memory_bytes=capacity,
         used_bytes=max(capacity - free_bytes(), 0),
     )

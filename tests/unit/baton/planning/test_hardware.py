@@ -55,7 +55,7 @@ def test_steps_run_on_the_engine_and_prefill_on_the_rank() -> None:
 def test_rates_grow_with_threads_up_to_the_shared_bandwidth_and_with_the_dtype() -> None:
     assert cpu_rank(2, 2).linear_flops == 2 * cpu_rank(1, 2).linear_flops > cpu_rank(1, 4).linear_flops
     core = Hardware(1e11, 2e11, cpu_rank(1, 2).link, memory_bandwidth=1e10)
-    few, many = (cpu_rank(num_threads, 2, core, shared_bandwidth=3e10) for num_threads in (2, 8))
+    few, many = (core.on_cores(num_threads, 3e10) for num_threads in (2, 8))
     assert (few.linear_flops, few.pair_flops, few.memory_bandwidth) == (2e11, 4e11, 2e10)
     assert (many.linear_flops, many.pair_flops, many.memory_bandwidth) == (8e11, 16e11, 3e10)
-    assert cpu_rank(8, 2, core).memory_bandwidth == 8e10 < math.inf
+    assert core.on_cores(8, math.inf).memory_bandwidth == 8e10 < math.inf

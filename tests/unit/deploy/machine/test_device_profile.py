@@ -97,7 +97,7 @@ def test_predictions_for_a_gpu_begin_with_what_was_kept_for_a_gpu_of_its_name() 
 
 
 def test_threads_share_the_memory() -> None:
-    assert [cpu_rank(threads, 2, CORE, 7e9).memory_bandwidth for threads in (1, 2, 8)] == [4e9, 7e9, 7e9]
+    assert [CORE.on_cores(threads, 7e9).memory_bandwidth for threads in (1, 2, 8)] == [4e9, 7e9, 7e9]
 
 
 def test_a_worker_has_no_more_cores_than_its_containers_quota(quota: Callable[[float], None]) -> None:
@@ -115,7 +115,7 @@ def test_an_emulated_device_computes_at_the_rates_of_the_cpu(quota: Callable[[fl
     keep(PROFILE)
     place = WorkerPlace(model_folder=Path("/m"), device="emulated", num_threads=1)
     profile = worker_profile(place)
-    assert (profile.device, profile.hardware) == ("emulated", cpu_rank(1, 2, CORE, 7e9))
+    assert (profile.device, profile.hardware) == ("emulated", CORE.on_cores(1, 7e9))
 
 
 def test_a_gpu_is_another_one_by_its_share_and_its_limit_of_mps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,4 +319,4 @@ def test_a_measurement_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch, ca
 
 def test_a_nominal_core_is_that_of_an_assumed_rank() -> None:
     core = nominal_core(4)
-    assert cpu_rank(3, 4, core.hardware, core.shared_bandwidth) == cpu_rank(3, 4)
+    assert core.hardware.on_cores(3, core.shared_bandwidth) == cpu_rank(3, 4)

@@ -6,7 +6,7 @@ import pytest
 
 from baton.planning.cost_model import LinkModel
 from baton.planning.gpus import gpu_rank
-from baton.planning.hardware import CPU_CORE, ModelCosts, cpu_rank
+from baton.planning.hardware import CPU_CORE, ModelCosts
 from baton_lab.study.known_models import SHAPES
 from deploy.machine.pool_plans import MOST_RANKS, Costs, PoolPlan, best_plan, core_plans, gpu_plans, reason_for
 
@@ -17,7 +17,7 @@ SHARED = 1e10
 
 
 def costs(bandwidth: float = SHARED) -> Costs:
-    return Costs(lambda threads: ModelCosts.of(SHAPE, cpu_rank(threads, 2, CORE, bandwidth)), num_slots=16)
+    return Costs(lambda threads: ModelCosts.of(SHAPE, CORE.on_cores(threads, bandwidth)), num_slots=16)
 
 
 def test_every_core_has_one_thread() -> None:
