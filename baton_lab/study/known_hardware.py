@@ -74,8 +74,8 @@ def basis(is_measured: bool) -> str:
 
 
 def _profile_here(dtype_bytes: int) -> "DeviceProfile":
-    from deploy.machine.device_profile import local_profile
+    from deploy.machine.device_profile import cpu_profile, gpu_profile
     from deploy.machine.this_machine import gpu_name
 
     gpu = gpu_name()
-    return local_profile("cuda" if gpu else "cpu", 1, dtype_bytes, gpu=gpu)
+    return gpu_profile(gpu, dtype_bytes) if gpu else cpu_profile(1, dtype_bytes)

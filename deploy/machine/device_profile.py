@@ -93,18 +93,19 @@ def kept_profile(device: str, dtype_bytes: int, gpu: str = "") -> DeviceProfile 
         return None
 
 
-def local_profile(
-    device: str, num_threads: int, dtype_bytes: int, *, gpu: str = "", gpu_share: float = 1.0
-) -> DeviceProfile:
-    """Return the profile of a worker on this machine, whose rates are nominal unless they were measured earlier. A
-    worker on "cuda" computes on the GPU `gpu`, of which Ray gives it the fraction `gpu_share`. On other devices it has
-    `num_threads` threads, or fewer cores if the container has a lower CPU quota."""
-    kept = kept_profile(device, dtype_bytes, gpu)
-    if device == "cuda":
-        whole = kept or nominal_gpu(gpu, dtype_bytes)
-        share = "" if gpu_share == 1 else f", share {gpu_share:g}"
-        return replace(whole, name=f"{whole.name}{share}{_mps()}")
-    core, quota, capacity = kept or nominal_core(dtype_bytes), cpu_quota(), memory_bytes()
+def gpu_profile(gpu: str, dtype_bytes: int, share: float = 1.0) -> DeviceProfile:
+    """Return the profile of a worker on the GPU `gpu` of this machine, of which Ray gives it the fraction `share`. Its
+    rates are nominal unless they were measured earlier."""
+    whole = kept_profile("cuda", dtype_bytes, gpu) or nominal_gpu(gpu, dtype_bytes)
+    part = "" if share == 1 else f", share {share:g}"
+    return replace(whole, name=f"{whole.name}{part}{_mps()}")
+
+
+def cpu_profile(num_threads: int, dtype_bytes: int, device: str = "cpu") -> DeviceProfile:
+    """Return the profile of a worker on the cores of this machine, whose rates are nominal unless they were measured
+    earlier. It has `num_threads` threads, or fewer cores if the container has a lower CPU quota. Workers with the
+    `device` "emulated" compute at the same rates."""
+    core, quota, capacity = kept_profile("cpu", dtype_bytes) or nominal_core(dtype_bytes), cpu_quota(), memory_bytes()
     limit = "" if quota == math.inf else f", quota of {quota:g} cores"
     return replace(
         core,
@@ -121,14 +122,14 @@ def worker_profile(place: WorkerPlace) -> DeviceProfile:
     GPU whose rates are not kept, they are measured first. Blocks. Raises ConfigError if there is no GPU."""
     dtype_bytes = DTYPE_BYTES[place.dtype]
     if place.device != "cuda":
-        return local_profile(place.device, use_threads(place.num_threads), dtype_bytes)
+        return cpu_profile(use_threads(place.num_threads), dtype_bytes, place.device)
     import torch
 
     gpu = gpu_here()
     if must_measure("cuda", dtype_bytes, gpu):
         measure_in_child("cuda", place.dtype)
     free, capacity = torch.cuda.mem_get_info()
-    profile = local_profile("cuda", 1, dtype_bytes, gpu=gpu, gpu_share=place.gpu_share)
+    profile = gpu_profile(gpu, dtype_bytes, place.gpu_share)
     return replace(profile, memory_bytes=capacity, used_bytes=capacity - free - torch.cuda.memory_reserved())
 
 

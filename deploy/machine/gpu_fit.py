@@ -10,7 +10,7 @@ from baton.planning.hardware import ModelCosts
 from baton.planning.work_cost import WorkCost
 from deploy.config.cluster import ClusterConfig
 from deploy.machine.cluster_plan import CUDA_WORKER_BYTES, WORKER_BYTES
-from deploy.machine.device_profile import local_profile
+from deploy.machine.device_profile import gpu_profile
 from deploy.machine.pool_plans import PROMPT_TOKENS, Costs
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import GpuState, Machine
@@ -83,7 +83,7 @@ def gpu_costs(model: ResolvedModel, dtype: str, gpu: GpuState, num_slots: int) -
     """Return the costs of `model` on GPUs of the kind of `gpu`, for engines with `num_slots` slots. Rates are those of
     a profile that was measured on this machine, or else nominal ones."""
     shape = model.shape(dtype)
-    rates = local_profile("cuda", 1, shape.dtype_bytes, gpu=gpu.name).hardware
+    rates = gpu_profile(gpu.name, shape.dtype_bytes).hardware
     costs = ModelCosts.of(shape, rates)
     return Costs(lambda _: costs, num_slots, unit="GPU", push=rates.link)
 

@@ -14,7 +14,7 @@ from baton.planning.local_prefill import LocalPrefill
 from baton.planning.planner import ChainPlanner
 from deploy.config.environment import use_threads
 from deploy.machine.cluster_plan import ClusterPlan
-from deploy.machine.device_profile import DTYPE_BYTES, local_profile
+from deploy.machine.device_profile import DTYPE_BYTES, cpu_profile, gpu_profile
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import gpu_name
 
@@ -25,7 +25,7 @@ _SPEED_TOKENS = 1024
 def cpu_costs(model: ResolvedModel, dtype: str, num_threads: int, weights: str = "stored") -> ModelCosts:
     """Return the costs of `model` on `num_threads` cores of this machine. Raises ModelError."""
     shape = model.shape(dtype)
-    rates = local_profile("cpu", num_threads, shape.dtype_bytes).hardware
+    rates = cpu_profile(num_threads, shape.dtype_bytes).hardware
     return ModelCosts.of(shape, rates, bytes_per_weight=model.bytes_per_weight(dtype, weights))
 
 
@@ -55,13 +55,9 @@ def worker_profiles(plan: ClusterPlan) -> tuple[DeviceProfile, DeviceProfile]:
     """Return the profiles of a prefill rank and of a generation engine on this machine."""
     dtype_bytes = DTYPE_BYTES[plan.config.model.dtype]
     rank, engine = (
-        local_profile(
-            pool.device,
-            use_threads(pool.num_threads),
-            dtype_bytes,
-            gpu=gpu_name() if pool.device == "cuda" else "",
-            gpu_share=pool.gpu_share,
-        )
+        gpu_profile(gpu_name(), dtype_bytes, pool.gpu_share)
+        if pool.device == "cuda"
+        else cpu_profile(use_threads(pool.num_threads), dtype_bytes, pool.device)
         for pool in (plan.config.prefill, plan.config.generate)
     )
     return rank, engine

@@ -20,10 +20,11 @@ from baton.settings.place import WorkerPlace
 from deploy.machine import device_profile, prefill_rates
 from deploy.machine.device_profile import (
     Half,
+    cpu_profile,
+    gpu_profile,
     keep_profiles,
     kept_path,
     kept_profile,
-    local_profile,
     main,
     measure,
     measure_in_child,
@@ -75,9 +76,9 @@ def keep(profile: DeviceProfile, *, device: str = "cpu", gpu: str = "") -> None:
 
 def test_without_a_measurement_rates_are_assumed(quota: Callable[[float], None]) -> None:
     assert kept_profile("cpu", 2) is None
-    assert local_profile("cpu", 2, 2).hardware == cpu_rank(2, 2)
-    assert local_profile("auto", 1, 4).hardware == cpu_rank(1, 4)
-    profile = local_profile("cpu", 2, 2)
+    assert cpu_profile(2, 2).hardware == cpu_rank(2, 2)
+    assert cpu_profile(1, 4, "auto").hardware == cpu_rank(1, 4)
+    profile = cpu_profile(2, 2)
     assert (profile.name, profile.is_measured) == (f"{processor_kind()}, 2 threads", False)
 
 
@@ -92,7 +93,7 @@ def test_predictions_begin_with_what_was_kept(model: ResolvedModel, quota: Calla
 
 def test_predictions_for_a_gpu_begin_with_what_was_kept_for_a_gpu_of_its_name() -> None:
     keep(GPU, device="cuda", gpu="NVIDIA H200")
-    rates = [local_profile("cuda", 1, 2, gpu=f"NVIDIA {name}").hardware for name in ("H200", "H100")]
+    rates = [gpu_profile(f"NVIDIA {name}", 2).hardware for name in ("H200", "H100")]
     assert rates == [GPU.hardware, gpu_rank("NVIDIA H100", 2)] and rates[0] != gpu_rank("NVIDIA H200", 2)
 
 
@@ -102,9 +103,9 @@ def test_threads_share_the_memory() -> None:
 
 def test_a_worker_has_no_more_cores_than_its_containers_quota(quota: Callable[[float], None]) -> None:
     keep(PROFILE)
-    whole = local_profile("cpu", 4, 2)
+    whole = cpu_profile(4, 2)
     quota(1.5)
-    limited = local_profile("cpu", 4, 2)
+    limited = cpu_profile(4, 2)
     assert (whole.hardware.linear_flops, limited.hardware.linear_flops) == (4e11, 1.5e11)
     assert limited.name == f"{processor_kind()}, 4 threads, quota of 1.5 cores" != whole.name
     assert limited.is_measured and limited.device == "cpu"
@@ -121,12 +122,12 @@ def test_an_emulated_device_computes_at_the_rates_of_the_cpu(quota: Callable[[fl
 def test_a_gpu_is_another_one_by_its_share_and_its_limit_of_mps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", raising=False)
     keep(GPU, device="cuda", gpu="NVIDIA H200")
-    whole = local_profile("cuda", 1, 2, gpu="NVIDIA H200")
-    shared = local_profile("cuda", 1, 2, gpu="NVIDIA H200", gpu_share=0.5)
+    whole = gpu_profile("NVIDIA H200", 2)
+    shared = gpu_profile("NVIDIA H200", 2, 0.5)
     assert (whole.name, shared.name) == ("NVIDIA H200", "NVIDIA H200, share 0.5")
     assert shared.hardware == whole.hardware == GPU.hardware
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "25")
-    limited = local_profile("cuda", 1, 2, gpu="NVIDIA H200")
+    limited = gpu_profile("NVIDIA H200", 2)
     assert limited.name == "NVIDIA H200, 25 % of MPS"
     assert limited.hardware != GPU.hardware, "was measured without the limit"
 
