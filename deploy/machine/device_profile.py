@@ -168,7 +168,6 @@ def keep_profiles(
     """
     kept = []
     half_s = _SECONDS if seconds is None else seconds / _NUM_TIMINGS
-    num_threads = max(int(min(len(os.sched_getaffinity(0)), cpu_quota())), 1)
     lock_path = native.choice_path().with_name("profiles.lock")
     lock_path.parent.mkdir(parents=True, exist_ok=True)
     with lock_path.open("w") as lock:
@@ -178,7 +177,7 @@ def keep_profiles(
                 continue
             path = kept_path(device, DTYPE_BYTES[dtype], gpu)
             try:
-                if (profile := measure(device, dtype, num_threads, half_s, done)) is not None:
+                if (profile := measure(device, dtype, half_s, done)) is not None:
                     save(profile, path)
                     kept.append(dtype)
             finally:
@@ -187,14 +186,12 @@ def keep_profiles(
     return kept
 
 
-def measure(
-    device: str, dtype: str, num_threads: int, seconds: float = _SECONDS, done: Progress = lambda _: None
-) -> DeviceProfile | None:
-    """Measure the rates of the GPU if `device` is "cuda", else of one CPU core while `num_threads` cores compute. Each
+def measure(device: str, dtype: str, seconds: float, done: Progress = lambda _: None) -> DeviceProfile | None:
+    """Measure the rates of the GPU if `device` is "cuda", else of one CPU core while all usable cores compute. Each
     half spends at least `seconds` seconds on each rate. Return their profile for this dtype, or None if two halves
     differed twice. `done` is called with the number of halves that were measured or became unnecessary, NUM_HALVES in
     total. Sets the number of torch's threads. Blocks."""
-    half = partial(_gpu_half, dtype, seconds) if device == "cuda" else partial(_core_half, dtype, num_threads, seconds)
+    half = partial(_gpu_half if device == "cuda" else _core_half, dtype, seconds)
     for num_left in range(NUM_HALVES - 2, -1, -2):  # each pass measures two
         first, _unused = half()
         done(1)
@@ -207,7 +204,7 @@ def measure(
     return None
 
 
-def _core_half(dtype: str, num_threads: int, seconds: float) -> Half:
+def _core_half(dtype: str, seconds: float) -> Half:
     """Measure rates of products, of attention and of reading memory: first those of one core, then those of all cores
     together."""
     import torch
@@ -216,6 +213,7 @@ def _core_half(dtype: str, num_threads: int, seconds: float) -> Half:
     from deploy.machine.prefill_rates import CPU, attention_work, layer_work, rate_of, read_work
 
     kind = getattr(torch, dtype)
+    num_threads = max(int(min(len(os.sched_getaffinity(0)), cpu_quota())), 1)
     attention = attention_work(default_kernel(CPU, kind), _CPU_SHAPE, _CPU_PROMPT, kind)
     works = layer_work(_CPU_SHAPE, _CPU_PROMPT[0], kind), attention, read_work()
     torch.set_num_threads(1)

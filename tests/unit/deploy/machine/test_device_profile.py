@@ -143,9 +143,8 @@ def test_damaged_profiles_are_ignored(text: str, caplog: pytest.LogCaptureFixtur
 @pytest.mark.usefixtures("threads")
 def test_this_core_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")  # where kernels are built already
-    monkeypatch.setattr(device_profile, "_SECONDS", 0.0)
     monkeypatch.setattr(device_profile, "_AGREEMENT", 1.0)
-    profile = measure("cpu", "bfloat16", 2)
+    profile = measure("cpu", "bfloat16", 0.0)
     assert profile is not None and profile.is_measured
     core = profile.hardware
     assert core.linear_flops > 1e8 and core.pair_flops > 1e8
@@ -188,7 +187,7 @@ def test_progress_is_the_number_of_halves(monkeypatch: pytest.MonkeyPatch, rates
     monkeypatch.setattr(device_profile, "_core_half", halves(*rates))
     monkeypatch.setattr(device_profile, "NUM_HALVES", 6)
     steps: list[int] = []
-    profile = measure("cpu", "bfloat16", 1, done=steps.append)
+    profile = measure("cpu", "bfloat16", 0.0, done=steps.append)
     assert (profile is None) == (rates[-1] == 2) and sum(steps) == 6
 
 
@@ -250,13 +249,14 @@ def test_a_measurement_that_is_not_kept_fails(
 
 
 def test_a_core_has_its_part_of_what_all_reach_and_half_of_what_it_reaches_alone_at_least(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, quota: Callable[[float], None]
 ) -> None:
     alone, together = [10e9, 10e9, 5e9], [16e9, 4e9, 8e9]
     found = iter([*alone, *together] * 2)
     monkeypatch.setattr(prefill_rates, "rate_of", lambda *_: next(found))
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    profile = measure("cpu", "float32", 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    profile = measure("cpu", "float32", 0.0)
     assert profile is not None
     rates = profile.hardware
     assert (rates.linear_flops, rates.pair_flops, rates.memory_bandwidth) == (8e9, 5e9, 5e9)
@@ -274,7 +274,7 @@ def test_a_gpus_rates_and_launches_are_measured_and_copies_limit_its_link(monkey
         monkeypatch.setattr(device_profile, name, TINY)
     for name, size in (("_GPU_TOKENS", 4), ("_GPU_PROMPT", (8, 8)), ("_GPU_DECODES", (1, 64))):
         monkeypatch.setattr(device_profile, name, size)
-    profile = measure("cuda", "bfloat16", 1)
+    profile = measure("cuda", "bfloat16", 0.0)
     nominal = gpu_rank("NVIDIA H200", 2)
     link = replace(nominal.link, bandwidth=1e9)
     rates = Hardware(7e14, 4e14, link, memory_bandwidth=4e12, fixed_s=nominal.fixed_s, issue_s=1 / 2500)

@@ -12,7 +12,7 @@ import fcntl, sys
 from baton.planning.device_profile import nominal_core
 from deploy.machine import device_profile
 
-def measure(device, dtype, num_threads, seconds, done):
+def measure(device, dtype, seconds, done):
     print("measures", flush=True)
     return nominal_core(2) if sys.stdin.readline() == "agree\\n" else None
 
