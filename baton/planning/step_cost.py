@@ -91,15 +91,13 @@ class LearntCosts:
 class StepCost:
     """Estimate of the cost of an engine's steps, which is updated by observed steps."""
 
-    def __init__(
-        self, cost: WorkCost, prefill_s: float, launch_s: float = 0.0, num_compiled: Callable[[], int] = lambda: 0
-    ) -> None:
-        """Create an estimate. It starts with `cost`, and with `prefill_s` seconds per unit of prefill work (above 0).
-        `launch_s`: minimum seconds of a step whose kernels are launched one by one; 0 on a CPU. `num_compiled` returns
-        the number of kernels compiled so far. A step during which it rises is ignored."""
+    def __init__(self, cost: WorkCost, launch_s: float = 0.0, num_compiled: Callable[[], int] = lambda: 0) -> None:
+        """Create an estimate. It starts with `cost`, whose `token_s` (above 0) is also the time of a unit of prefill
+        work. `launch_s`: minimum seconds of a step whose kernels are launched one by one; 0 on a CPU. `num_compiled`
+        returns the number of kernels compiled so far. A step during which it rises is ignored."""
         self.replays = False
         """True if plain decode steps replay CUDA graphs. The engine sets it before its first step."""
-        self.prefill_s = prefill_s
+        self.prefill_s = cost.token_s
         """Seconds per unit of prefill work."""
         self.is_decode_due = False
         """True if the time of decoding should be measured, because a step took less than decoding alone was predicted
@@ -162,12 +160,11 @@ class StepCost:
             before, self._stalled_at = self._stalled_at, self._num_steps
             if self._num_steps - before > _STALL_STEPS:
                 return
+        self.is_decode_due = prefill_work > 0 and seconds * _DRIFT < decode_s
         if not prefill_work:
-            self.is_decode_due = False
             self._keep(line, work, seconds, ratio)
             return
         self._num_prefills += 1
-        self.is_decode_due = seconds * _DRIFT < decode_s
         if self.is_decode_due:
             return  # nothing is left for prefill
         is_far = not 1 / _FAR < ratio < _FAR and self._num_prefills <= _FIRST_STEPS

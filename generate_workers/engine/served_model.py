@@ -46,4 +46,4 @@ def step_cost(decoder: Decoder, profile: DeviceProfile | None) -> StepCost:
     else:
         rates = cpu_rank(torch.get_num_threads(), shape.dtype_bytes)
     cost = derive_step(shape, rates, weight_bytes=bytes_per_step(decoder.weights))
-    return StepCost(cost, cost.token_s, shape.num_layers * rates.issue_s, partial(num_compiled, where))
+    return StepCost(cost, shape.num_layers * rates.issue_s, partial(num_compiled, where))

@@ -53,7 +53,9 @@ class Batch:
 
 def bounded(stretch: float) -> StepBound:
     """Return a limit for steps of an engine with small costs."""
-    return StepBound(StepCost(WorkCost(8e-3, 5e-4, 2e-6, 2e-6), 1e-3), stretch)
+    cost = StepCost(WorkCost(8e-3, 5e-4, 2e-6, 2e-6))
+    cost.prefill_s = 1e-3
+    return StepBound(cost, stretch)
 
 
 def by_tokens(max_prefill_tokens: int) -> ChunkedPrefillPolicy:

@@ -257,7 +257,7 @@ def _served(decoder: Decoder, drafting: Decoder | None, cost: WorkCost | None) -
     """Return the model with these costs of steps; None: those of the machine."""
     model = ServedModel(decoder, letter_tokenizer(), drafting)
     if cost is not None:
-        vars(model)["step_cost"] = StepCost(cost, cost.token_s)
+        vars(model)["step_cost"] = StepCost(cost)
     return model
 
 

@@ -24,7 +24,13 @@ DRAFTING = StepWork(8 * 3, 8 * 3 * 256, 8 * 3 * 256, 3)
 
 
 def costs() -> StepCost:
-    return StepCost(NOMINAL, NOMINAL.token_s)
+    return StepCost(NOMINAL)
+
+
+def at_rate(cost: StepCost, prefill_s: float) -> StepCost:
+    """The costs, with another time of a unit of prefill work."""
+    cost.prefill_s = prefill_s
+    return cost
 
 
 class Simulated:
@@ -116,8 +122,8 @@ def test_an_engine_that_has_become_much_slower_is_not_taken_for_one_that_stalls(
 
 
 def test_costs_begin_as_they_are_given() -> None:
-    cost = StepCost(TRUE, RATE_S)
-    assert (cost.plain, cost.launched, cost.prefill_s) == (TRUE, TRUE, RATE_S)
+    cost = StepCost(TRUE)
+    assert (cost.plain, cost.launched, cost.prefill_s) == (TRUE, TRUE, TRUE.token_s)
     assert cost.learnt.num_steps == 0
 
 
@@ -139,7 +145,7 @@ def test_observed_steps_are_predicted() -> None:
 def test_what_one_kind_of_step_does_not_tell_is_as_the_start_value_says() -> None:
     """An engine that is twice as slow as its start value, and has run one sequence: more sequences and drafts are
     expected to cost twice as much, too."""
-    cost = StepCost(TRUE, RATE_S)
+    cost = StepCost(TRUE)
     for _ in range(20):
         cost.observe(StepWork.plain(1, 1000), 0.0, 2 * TRUE.seconds(StepWork.plain(1, 1000)))
     for work in (StepWork.plain(1, 1000), StepWork.plain(16, 16000), VERIFYING):
@@ -147,13 +153,13 @@ def test_what_one_kind_of_step_does_not_tell_is_as_the_start_value_says() -> Non
 
 
 def test_the_first_prompts_replace_a_rate_that_is_far_off() -> None:
-    cost = StepCost(TRUE, RATE_S / 100)
+    cost = at_rate(StepCost(TRUE), RATE_S / 100)
     cost.observe(StepWork(0, 0, 0, 0), 64.0, 64 * RATE_S)
     assert cost.prefill_s == pytest.approx(RATE_S)
 
 
 def test_steps_that_replay_a_graph_have_costs_of_their_own() -> None:
-    cost = StepCost(TRUE, RATE_S, launch_s=3 * LAUNCH_S)
+    cost = StepCost(TRUE, launch_s=3 * LAUNCH_S)
     assert cost.plain == cost.launched == replace(TRUE, step_s=3 * LAUNCH_S)
     cost.replays = True
     assert cost.plain == TRUE
@@ -172,7 +178,7 @@ def test_steps_that_replay_a_graph_have_costs_of_their_own() -> None:
 def test_times_of_batches_that_ran_long_ago_do_not_grow_with_each_change(seed: int) -> None:
     """The engine becomes slower or faster at every fourth step. Large batches ran only at first."""
     true, factor = WorkCost(1e-3, 2e-4, 1e-7, 0.0), 1.0
-    chance, cost = random.Random(seed), StepCost(WorkCost(1e-4, 1e-5, 1e-8, 1e-9), 1e-5)
+    chance, cost = random.Random(seed), StepCost(WorkCost(1e-4, 1e-5, 1e-8, 1e-9))
     for step in range(8000):
         factor = math.exp(chance.gauss(0.0, 0.7)) if step % 4 == 0 else factor
         num_rows = step + 1 if step < 50 else 1
@@ -183,7 +189,7 @@ def test_times_of_batches_that_ran_long_ago_do_not_grow_with_each_change(seed: i
 
 
 def test_short_prompts_do_not_raise_the_rate_where_launching_takes_the_time() -> None:
-    cost = StepCost(TRUE, RATE_S / 100, launch_s=LAUNCH_S)
+    cost = at_rate(StepCost(TRUE, launch_s=LAUNCH_S), RATE_S / 100)
     for _ in range(20):
         cost.observe(StepWork(0, 0, 0, 0), 20.0, LAUNCH_S)
     assert cost.prefill_s == RATE_S / 100
@@ -191,7 +197,7 @@ def test_short_prompts_do_not_raise_the_rate_where_launching_takes_the_time() ->
 
 def test_a_step_in_which_a_kernel_was_compiled_teaches_nothing() -> None:
     num_compiled = 3
-    cost = StepCost(TRUE, RATE_S, num_compiled=lambda: num_compiled)
+    cost = StepCost(TRUE, num_compiled=lambda: num_compiled)
     num_compiled = 4
     cost.observe(PLAIN, 0.0, 2.0)
     cost.observe(PLAIN, 0.0, 0.0)

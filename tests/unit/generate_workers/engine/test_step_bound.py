@@ -23,7 +23,9 @@ START = WorkCost(2 * BASE_S, 2 * ROW_S, 2 * TOKEN_S, 2 * TOKEN_S)
 
 
 def assumed() -> StepCost:
-    return StepCost(START, 10 * RATE_S)
+    cost = StepCost(START)
+    cost.prefill_s = 10 * RATE_S
+    return cost
 
 
 def step_s(decoding: Decoding, work: float) -> float:
@@ -327,7 +329,8 @@ def test_a_step_that_measures_decoding_launches_its_kernels_where_others_replay_
     """Steps that replay a graph do not show how long decoding takes in steps that also prefill."""
     launched_s, replayed_s = 20e-3, 5e-3
     rate_s = 0.1 * RATE_S
-    cost = StepCost(WorkCost(replayed_s, 1e-9, 1e-9, 1e-9), rate_s, launch_s=10e-3)
+    cost = StepCost(WorkCost(replayed_s, 1e-9, 1e-9, 1e-9), launch_s=10e-3)
+    cost.prefill_s = rate_s
     batch = Batch(ChunkedPrefillPolicy(512, StepBound(cost, 1.5), PrefillWork()))
     cost.replays = True
     batch.join(SlotId(0), num_cached=100, num_known=101)

@@ -121,7 +121,7 @@ class _Known(StepBound):
     """Expects so many seconds of each step."""
 
     def __init__(self, step_s: float) -> None:
-        super().__init__(StepCost(COST, COST.token_s), math.inf)
+        super().__init__(StepCost(COST), math.inf)
         self._step_s = step_s
 
     def expected_s(self, decoding: Decoding, work: float) -> float:
@@ -147,7 +147,7 @@ def test_limit_follows_what_steps_take(took_s: float, limit_s: float, monkeypatc
 
 
 def test_plan_expects_what_the_latest_steps_took() -> None:
-    bound = StepBound(StepCost(COST, COST.token_s), 2.0)
+    bound = StepBound(StepCost(COST), 2.0)
     assert bound.expected_s(Decoding(2, 100), 30.0) == pytest.approx(COST.plain_s(2, 50) + 30 * COST.token_s)
     bound.observe(Decoding(2, 100), 0.0, 0.2)
     bound.observe(Decoding(2, 100), 30.0, 0.5)
