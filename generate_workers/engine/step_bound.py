@@ -142,9 +142,7 @@ class StepBound:
         suffices to end all waiting prefills. The drafts of the next step are not planned yet. As many drafts per
         sequence as in the latest step are assumed.
         """
-        if not decoding.num_rows or self.may_burst(decoding):
-            return math.inf
-        if waiting * self.cost.prefill_s <= self._patience_s:
+        if not decoding.num_rows or self.may_burst(decoding) or waiting * self.cost.prefill_s <= self._patience_s:
             return math.inf
         decode_s = self.decode_s(decoding if self._latest is None else decoding.drafting_as(self._latest))
         return (self._bound_s(decode_s) - decode_s) / self.cost.prefill_s
