@@ -23,7 +23,6 @@ from orchestrator.membership.members import Membership
 from orchestrator.membership.view import GenerationGroup
 from orchestrator.placement.block_fetches import BlockFetch
 from orchestrator.placement.context import AttemptPrompt, PlacementContext
-from orchestrator.placement.generation_load import NO_TOKENS
 from orchestrator.placement.options import ClusterSnapshot, GroupChain, Option, Reuse, able_groups, could_serve, decide
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
@@ -56,7 +55,7 @@ class Plan:
     """True if slots are leased before the stream is opened. This is done if a chain sends KV to the slots, or if cached
     blocks are loaded into them."""
     reuse: Reuse
-    """Cached blocks, listed in the prefix index, that the plan may rely on."""
+    """Cached blocks that `replan` may rely on. They are never those of other nodes, because it plans no new fetch."""
     fetch: BlockFetch | None = None
     """Fetch of cached KV from another node before the attempt begins. None if no KV is fetched."""
 
@@ -71,8 +70,6 @@ class Chooser:
         """Number of attempts whose generation group prefilled by itself, because no prefill group was ready in time."""
         self.context = PlacementContext(members, planner, clock, config)
         """State and settings on which predictions are based."""
-        self._members = members
-        self._config = config
 
     async def plan(
         self, record: RequestRecord, held: ExitStack, *, full: Collection[Hashable] = (), reuse: Reuse = "cluster"
@@ -86,12 +83,11 @@ class Chooser:
         another node. Raises NoGroupError if no group has enough free slots in time.
         """
         groups = await self._await_room(record, record.avoid | {*full})
-        prompt = AttemptPrompt(self.context, record)
-        look = partial(ClusterSnapshot, prompt, reuse=reuse)
+        look = partial(ClusterSnapshot, AttemptPrompt(self.context, record), reuse=reuse)
         snapshot = look()
         options = self.cheapest(snapshot, groups)
         generation = options[0].generation
-        held.enter_context(self._members.hold(generation.name, record.request.num_slots))
+        held.enter_context(self.context.members.hold(generation.name, record.request.num_slots))
         if self.lacks_chain(snapshot, options):
             local = min(options, key=lambda each: each.cost_s)
             snapshot, options = await self._await_chain(snapshot, partial(look, held=generation.name), local)
@@ -128,9 +124,9 @@ class Chooser:
             "placed request=%s attempt=%d group=%s: %s",
             *(record.request_id, record.attempt.number, generation.name, placement.text),
         )
-        has_room = self._members.load(generation.name).num_slots <= generation.num_slots and not option.lacks_memory
+        fits = self.context.members.load(generation.name).num_slots <= generation.num_slots and not option.lacks_memory
         local = None if option.chain is not None else option.terms
-        tokens = TokenRange(option.start, record.num_tokens) if has_room else NO_TOKENS
+        tokens = TokenRange(option.start, record.num_tokens if fits else option.start)
         self.context.generation_load.place(
             record, generation.incarnation, planner, local, tokens=tokens, now_s=self.context.clock.now_s()
         )
@@ -142,7 +138,7 @@ class Chooser:
         return Plan(
             *(generation, option.chain, placement, blocks, names),
             reserves=option.chain is not None or finds_blocks,
-            reuse=snapshot.reuse,
+            reuse="none" if snapshot.reuse == "none" else "node",
             fetch=option.fetch,
         )
 
@@ -152,22 +148,21 @@ class Chooser:
         if plan.chain is None:
             return plan
         prompt = AttemptPrompt(self.context, record, {plan.generation.layout_fingerprint: plan.blocks})
-        reuse: Reuse = "none" if plan.reuse == "none" else "node"
-        snapshot = ClusterSnapshot(prompt, reuse=reuse, held=plan.generation.name)
+        snapshot = ClusterSnapshot(prompt, reuse=plan.reuse, held=plan.generation.name)
         chains = snapshot.by_chains(plan.generation, record.avoid)
         return replace(plan, chain=chains[0].chain if chains else plan.chain)
 
     def with_room(self, record: RequestRecord, avoid: Collection[Hashable] = ()) -> list[GenerationGroup]:
         """Return the generation groups that may serve the request and have enough free slots for it. A slot counts as
         used only if a request of this orchestrator uses it. Groups whose incarnation is in `avoid` are left out."""
-        num_slots, load = record.request.num_slots, self._members.load
-        groups = able_groups(self._members.view, record, avoid)
+        num_slots, load = record.request.num_slots, self.context.members.load
+        groups = able_groups(self.context.members.view, record, avoid)
         return [group for group in groups if load(group.name).num_slots + num_slots <= group.num_slots]
 
     def predict_s(self, record: RequestRecord) -> float:
         """Return the predicted seconds to the first token if the request is placed now on the best ready group. If some
         groups have enough free slots, only these are considered. Return 0 if no prediction is possible."""
-        groups = self.with_room(record) or able_groups(self._members.view, record)
+        groups = self.with_room(record) or able_groups(self.context.members.view, record)
         if not groups:
             return 0.0
         snapshot = ClusterSnapshot(AttemptPrompt(self.context, record))
@@ -182,15 +177,15 @@ class Chooser:
         If no group has workers, waits as long as one is being started. Raises DrainedError if operators have kept all
         groups drained for the whole waiting time, and NoGroupError if no group has room in time.
         """
-        is_withdrawn, end_s = True, self._end_s(avoid, self._config.generation_wait_s)
+        is_withdrawn, end_s = True, self._end_s(avoid, self.context.config.generation_wait_s)
         while not (groups := self.with_room(record, avoid)):
             is_withdrawn = is_withdrawn and bool(self._withdrawn(record))
-            if await self._members.change(end_s - self.context.clock.now_s()):
+            if await self.context.members.change(end_s - self.context.clock.now_s()):
                 continue
             if not avoid:
                 self._require_coming(record, is_withdrawn)
                 is_withdrawn = True
-            avoid, end_s = (), self._end_s((), self._config.generation_wait_s)
+            avoid, end_s = (), self._end_s((), self.context.config.generation_wait_s)
         return groups
 
     async def _await_chain(
@@ -198,7 +193,7 @@ class Chooser:
     ) -> tuple[ClusterSnapshot, list[Option]]:
         """Wait until a prefill group is ready for the generation group of `local`, at most as long as a local prefill
         is predicted to take. Return a snapshot that `look` has created, and the options on this group."""
-        is_over, avoid, wait_s = False, snapshot.record.avoid, self._config.prefill_wait_s
+        is_over, avoid, wait_s = False, snapshot.record.avoid, self.context.config.prefill_wait_s
         if snapshot.policy == "auto" and local.terms is not None and not local.lacks_memory:
             wait_s = min(wait_s, local.terms.own_s)
         end_s = self._end_s(avoid, wait_s)
@@ -207,13 +202,13 @@ class Chooser:
             options = snapshot.options([local.generation], avoid)
             if is_over or any(each.chain is not None for each in options):
                 return snapshot, options
-            if not await self._members.change(end_s - self.context.clock.now_s()):
+            if not await self.context.members.change(end_s - self.context.clock.now_s()):
                 is_over, avoid, end_s = not avoid, set(), self._end_s((), wait_s)
 
     def _end_s(self, avoid: Collection[Hashable], wait_s: float) -> float:
         """Return the time at which a wait ends that begins now: after `avoid_s` seconds if groups are avoided, else
         after `wait_s` seconds."""
-        return self.context.clock.now_s() + (self._config.avoid_s if avoid else wait_s)
+        return self.context.clock.now_s() + (self.context.config.avoid_s if avoid else wait_s)
 
     def _require_coming(self, record: RequestRecord, is_withdrawn: bool) -> None:
         """Raise DrainedError if operators have drained all groups that could serve the request (`is_withdrawn`: for the
@@ -224,12 +219,12 @@ class Chooser:
                 f"every generation group that could serve the request is drained: `baton drain {names[0]} --undo` "
                 "lets one have work again"
             )
-        if not names and (self._members.present.generation or not self._members.is_coming("generate")):
+        if not names and (self.context.members.present.generation or not self.context.members.is_coming("generate")):
             kind = "exact generation group" if record.request.exact else "generation group"
             raise NoGroupError(
                 f"no {kind} had a free slot of {record.request.capacity_tokens} tokens within "
-                f"{self._config.generation_wait_s:g} s: see the workers' state, or try again later"
+                f"{self.context.config.generation_wait_s:g} s: see the workers' state, or try again later"
             )
 
     def _withdrawn(self, record: RequestRecord) -> tuple[str, ...]:
-        return self._members.withdrawn(partial(could_serve, record=record))
+        return self.context.members.withdrawn(partial(could_serve, record=record))

@@ -214,8 +214,7 @@ class ClusterSnapshot:
         if generation.name not in self._steps_s:
             num_own = self.record.request.num_slots if generation.name == self._held else 0
             num_rows = self._context.members.load(generation.name).num_slots - num_own
-            step_s = self._context.step_s(generation, num_rows, self.record.num_tokens)
-            self._steps_s[generation.name] = step_s
+            self._steps_s[generation.name] = self._context.step_s(generation, num_rows, self.record.num_tokens)
         return self._steps_s[generation.name]
 
     def _starts(self, layout: str, store: str) -> Iterator[tuple[int, BlockFetch | None]]:
@@ -311,5 +310,4 @@ def able_groups(view: ClusterView, record: RequestRecord, avoid: Collection[Hash
 def could_serve(group: GenerationGroup, record: RequestRecord) -> bool:
     """Return True if the group could serve the request once it is ready: its slots are large enough, and it attends to
     all tokens if the request requires this."""
-    is_allowed = group.may_serve(exact=record.request.exact)
-    return is_allowed and group.max_slot_tokens >= record.request.capacity_tokens
+    return group.may_serve(exact=record.request.exact) and group.max_slot_tokens >= record.request.capacity_tokens
