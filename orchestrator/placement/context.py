@@ -44,8 +44,7 @@ class PlacementContext:
         """Return the predicted seconds of a decode step of the group with `num_rows` sequences; 0 if there are none. It
         follows from the costs that the engine has learnt, or else from the planner of its device. `num_tokens` is the
         number of tokens of a sequence, used if the group has none yet."""
-        mean = self.generation_load.context_tokens(group.incarnation)
-        context = num_tokens if mean is None else mean
+        context = self.generation_load.context_tokens(group.incarnation) or num_tokens
         learnt = self.members.step_costs.get(group.name)
         if num_rows < 1:
             return 0.0
