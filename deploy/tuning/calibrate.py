@@ -6,7 +6,6 @@ from baton.errors import UnavailableError
 from deploy.options import numbers as option_values
 from deploy.options.subcommand import add_command
 
-_SECONDS = 30
 _DTYPES = ("bfloat16", "float32")
 _DESCRIPTION = """\
 Measures the rates of this machine's device: of matrix products, of attention, of reading memory and, on a GPU, of
@@ -31,7 +30,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     text = f"dtype to measure with: {', '.join(_DTYPES)} (default: all)"
     parser.add_argument("--dtype", choices=_DTYPES, metavar="NAME", help=text)
     text = "approximate time in seconds for each dtype (default: %(default)s)"
-    parser.add_argument("--seconds", default=str(_SECONDS), metavar="S", help=text)
+    parser.add_argument("--seconds", default="30", metavar="S", help=text)
     text = "measure even if a cluster runs on this machine, which distorts the rates"
     parser.add_argument("--anyway", action="store_true", help=text)
 
