@@ -23,7 +23,7 @@ from torch import Tensor
 from baton.errors import ModelError
 from baton.modeling.forward.norms import RmsNorm, Transform, unchanged
 from baton.modeling.kernels import native
-from baton.modeling.kernels.calls.codes import StoredWeight, pack_codes
+from baton.modeling.kernels.calls.codes import StoredWeight, bind_codes
 from baton.modeling.kernels.calls.panels import HALF, PANEL, BoundPanels, bind_panels, pack_panels, unpack_rows
 from baton.modeling.kernels.huge_pages import WEIGHTS
 from baton.modeling.kernels.process_kernels import KERNELS
@@ -121,8 +121,12 @@ class PanelLinear:
         self._scales = None
         self._bias = None if bias_N is None else self._placed(bias_N.float())
         if isinstance(weight, StoredWeight):
-            codes = pack_codes(weight.with_rows(self._placed), self.product, WEIGHTS.copy)
-            self._bound = codes.bind(self._num_outputs, self._bias, gated=gated)
+            self._bound = bind_codes(
+                *(weight.with_rows(self._placed), self._num_outputs, self._bias),
+                gated=gated,
+                product=self.product,
+                keep=WEIGHTS.copy,
+            )
             return
         if int8:
             weight, scale_N = _rounded(weight)

@@ -24,6 +24,8 @@ UNIT = 32
 """Number of inputs in a unit. The codes of a unit's inputs and a panel's 32 outputs are stored together."""
 HALF_UNIT = 16
 """The number of inputs that share a scale must be a multiple of this number."""
+Keep = Callable[[Tensor], Tensor]
+"""Function that copies a tensor to the memory in which weights are kept."""
 _CODE_TYPES = {4: torch.uint8, 6: torch.uint8, 8: torch.int8}
 """Torch dtypes of codes, by number of bits. Codes of 8 bits have a sign."""
 
@@ -65,9 +67,9 @@ class StoredWeight:
 
 
 def joined(parts: Sequence[StoredWeight]) -> StoredWeight | None:
-    """Return the weight that contains the rows of all parts. The values of parts that are stored in different ways do
-    not change: the result has the largest number of bits and the smallest groups of all parts. None: there is no such
-    weight, because only some parts have factors."""
+    """Return the weight that contains the rows of all parts, with unchanged values. If parts are stored in different
+    ways, the result has the largest number of bits and the smallest groups of all parts. If only some parts have
+    factors, there is no such weight, and the result is None."""
     if len({(each.bits, each.zero, each.scales_NGF.shape[2]) for each in parts}) > 1:
         parts = [_with_offsets(each, max(part.bits for part in parts)) for each in parts]
     factors = [each.factors_NSF for each in parts if each.factors_NSF is not None]
@@ -103,67 +105,47 @@ def narrowed(values: Tensor) -> Tensor:
     return halves if torch.equal(halves.to(values.dtype), values) else values.float()
 
 
-@dataclass(frozen=True)
-class CodePanels:
-    """Stored weight in the kernel's memory layout."""
+def bind_codes(
+    weight: StoredWeight, num_outputs: int, bias: Tensor | None, *, gated: bool, product: str, keep: Keep
+) -> BoundPanels:
+    """Pack a weight whose number of rows is a multiple of 32, and return it as kernel arguments.
 
-    panels: Tensor
-    """Codes, uint8 `[P, U, bytes of a unit]`."""
-    scales_PGFL: Tensor
-    factors_PSFL: Tensor | None
-    bits: int
-    zero: int
-    product: str
-
-    @property
-    def num_inputs(self) -> int:
-        """Return the number of inputs of the weight."""
-        return self.panels.shape[1] * UNIT
-
-    @property
-    def description(self) -> Tensor:
-        """Return the fields of the struct Codes in linear/codes.h."""
-        fields = self.scales_PGFL.shape[2]
-        scales = self.num_inputs // self.scales_PGFL.shape[1], self.scales_PGFL.shape[1], self.scales_PGFL.data_ptr()
-        factors = (0, 0, 0)
-        if self.factors_PSFL is not None:
-            num_subgroups = self.factors_PSFL.shape[1]
-            factors = self.num_inputs // num_subgroups, num_subgroups, self.factors_PSFL.data_ptr()
-        is_half = self.scales_PGFL.dtype == torch.float16
-        return torch.tensor([self.bits, self.zero, fields, is_half, *scales, *factors])
-
-    def bind(self, num_outputs: int, bias: Tensor | None, *, gated: bool) -> BoundPanels:
-        """Return the weight as kernel arguments. The bias must have one number for each output of the panels."""
-        num_panels = len(self.panels)
-        require(num_outputs <= num_panels * PANEL // (2 if gated else 1), f"fewer outputs than {num_outputs}")
-        described = self.description
-        addresses = (
-            self.panels.data_ptr(),
-            num_panels,
-            self.num_inputs,
-            num_outputs,
-            None,
-            checked_places(bias, num_panels),
-        )
-        tensors = self.panels, self.scales_PGFL, self.factors_PSFL, described, bias
-        product = self.product.encode()
-        sizes = self.num_inputs, num_outputs
-        return BoundPanels(tensors, *sizes, gated, product, addresses, is_int8=False, codes=described.data_ptr())
-
-
-def pack_codes(weight: StoredWeight, product: str, keep: Callable[[Tensor], Tensor]) -> CodePanels:
-    """Pack a weight whose number of rows is a multiple of 32. `product` is a multiplication method of
-    `baton.modeling.kernels.products`. `keep` copies a tensor to the memory in which weights are kept."""
+    `product` is a multiplication method of `baton.modeling.kernels.products`. `keep` copies a tensor to the memory in
+    which weights are kept. The bias must have one number for each row of the weight.
+    """
     num_rows, num_inputs = weight.shape
     require(weight.is_supported and num_rows % PANEL == 0, "the weight's groups are not multiples of 16 inputs")
-    panels, units = num_rows // PANEL, num_inputs // UNIT
-    if product == WIDENED:
-        lanes = weight.codes_NK.view(panels, PANEL, units, UNIT).permute(0, 2, 3, 1)
-    else:  # a lane is an output's even or odd inputs
-        lanes = weight.codes_NK.view(panels, PANEL, units, UNIT // 2, 2).permute(0, 2, 3, 1, 4).flatten(3)
+    require(num_outputs <= num_rows // (2 if gated else 1), f"the weight has fewer outputs than {num_outputs}")
+    panels, scales = keep(_packed(_lanes(weight.codes_NK, product), weight.bits)), keep(_by_panel(weight.scales_NGF))
     factors = None if weight.factors_NSF is None else keep(_by_panel(weight.factors_NSF))
-    packed = _packed(lanes.contiguous(), weight.bits).flatten(2)
-    return CodePanels(keep(packed), keep(_by_panel(weight.scales_NGF)), factors, weight.bits, weight.zero, product)
+    # the fields of the struct Codes in linear/codes.h
+    fields = weight.bits, weight.zero, weight.scales_NGF.shape[2], scales.dtype == torch.float16
+    of_factors = (0, 0, 0) if factors is None else _described(factors, num_inputs)
+    described = torch.tensor([*fields, *_described(scales, num_inputs), *of_factors])
+    num_panels = num_rows // PANEL
+    return BoundPanels(
+        (panels, scales, factors, described, bias),
+        *(num_inputs, num_outputs, gated, product.encode()),
+        (panels.data_ptr(), num_panels, num_inputs, num_outputs, None, checked_places(bias, num_panels)),
+        is_int8=False,
+        codes=described.data_ptr(),
+    )
+
+
+def _described(values_PGFL: Tensor, num_inputs: int) -> tuple[int, int, int]:
+    """Return the number of inputs of a group, the number of groups, and the address of their scales or factors."""
+    num_groups = values_PGFL.shape[1]
+    return num_inputs // num_groups, num_groups, values_PGFL.data_ptr()
+
+
+def _lanes(codes_MK: Tensor, product: str) -> Tensor:
+    """Return codes in the order in which the kernel reads them, `[P, U, codes of a lane, lanes]`."""
+    num_rows, num_inputs = codes_MK.shape
+    sizes = num_rows // PANEL, PANEL, num_inputs // UNIT
+    if product == WIDENED:
+        return codes_MK.view(*sizes, UNIT).permute(0, 2, 3, 1).contiguous()
+    # a lane is an output's even or odd inputs
+    return codes_MK.view(*sizes, UNIT // 2, 2).permute(0, 2, 3, 1, 4).flatten(3).contiguous()
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
