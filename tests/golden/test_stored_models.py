@@ -57,7 +57,7 @@ pytestmark = pytest.mark.skipif(not has_panel_linear(), reason="needs linear lay
 WAYS = [DOT, pytest.param(TILES, marks=pytest.mark.skipif(not has_tiles(), reason="needs AMX"))]
 
 
-@pytest.fixture(autouse=True, scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=WAYS)
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """All linear layers multiply in panels: torch's results for many tokens would differ in bits."""
     with pytest.MonkeyPatch.context() as patch:
@@ -101,6 +101,7 @@ def steps(decoder: Decoder, token_ids: Sequence[int], num_new: int) -> Tensor:
     return torch.cat(parts)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     "name", ["awq_groups_of_32", "gptq_groups_of_32", "packed_int4", "packed_int8", "int8_channel"]
 )
@@ -111,6 +112,7 @@ def test_checkpoints_of_integers(name: str, tmp_path: Path) -> None:
     check_same(stored, plain, tokens_for(plain))
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", ["mixed", *UNIFORM])
 def test_gguf_files(name: str, tmp_path: Path) -> None:
     """K-quants need rows of 256 inputs, so the tiny model is made wider."""

@@ -156,7 +156,7 @@ def close(got_TN: Tensor, expected_TN: Tensor) -> bool:
 @pytest.mark.parametrize("product", [WIDENED, DOT, pytest.param(TILES, marks=needs_tiles)])
 @pytest.mark.parametrize(("num_outputs", "gated"), [(1, False), (40, False), (44, True), (66, True)])
 def test_outputs_that_fill_no_panel(num_outputs: int, gated: bool, product: str) -> None:
-    """And one group of all inputs, which is longer than a strip of dequantised weights."""
+    """The weight has one group of all inputs, which is longer than a strip of dequantised weights."""
     generator = torch.Generator().manual_seed(1)
     codes_NK = torch.randint(0, 16, (num_outputs, K), generator=generator, dtype=torch.uint8)
     weight = StoredWeight(4, codes_NK, torch.randn(num_outputs, 1, 2, generator=generator) / 50)

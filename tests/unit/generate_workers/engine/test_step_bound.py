@@ -19,7 +19,7 @@ from tests.support.engines.batches import Batch
 BASE_S, ROW_S, TOKEN_S, RATE_S = 8e-3, 5e-4, 2e-6, 1e-3
 WORK = PrefillWork(pair_work=1e-3)
 START = WorkCost(2 * BASE_S, 2 * ROW_S, 2 * TOKEN_S, 2 * TOKEN_S)
-"""Of an engine that is taken for slower than it is."""
+"""Costs with which an estimate starts. They are higher than those of the engine."""
 
 
 def assumed() -> StepCost:
