@@ -69,7 +69,7 @@ _AGREEMENT = 0.2
 _RETRY_S = 3600.0
 """Time in seconds after a failed measurement in which the device is not measured again."""
 Progress = Callable[[int], None]
-"""Function that is called with 4 in parts for each measured dtype, as the work advances."""
+"""Function that is called, as the work advances, with numbers of halves that add up to NUM_HALVES for each dtype."""
 Half = tuple[list[float], DeviceProfile]
 """Result of half a measurement: the rates that must agree with those of the other half, and the profile."""
 
