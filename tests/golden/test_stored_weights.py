@@ -1,5 +1,6 @@
 """Products by weights as they are stored. Of more than four rows they equal, bit by bit, the products by the same
-weights in bf16, where products have operands in bf16. Other products are those by the exact weights."""
+weights in bf16, where products have operands in bf16. Other products are those by the exact weights, of inputs that
+were rounded to integers of 16 bits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,8 +25,8 @@ from tests.support.models.gguf_blocks import TYPES, random_blocks, values_of
 from tests.support.models.quantised_folders import FORMATS
 
 N, K = 96, 512
-CODE_ROWS = 4 if native.chosen_set() in ("x86-64-v4-amx", "x86-64-v4-bf16", "x86-64-v4") else 2
-"""Largest number of rows that this processor's own kernels multiply by codes."""
+CODE_ROWS = 4
+"""Largest number of rows that are multiplied by codes if products have operands in bf16."""
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="needs AMX")
 ROUNDING = [
     pytest.param(native.NATIVE, DOT, id="native-dot"),
@@ -100,7 +101,7 @@ def test_products_of_few_rows_are_those_of_the_exact_weights(
 ) -> None:
     require(instruction_set)
     linear = PanelLinear(WEIGHTS[name](), gated=gated, product=product, instruction_set=instruction_set)
-    check_exact(linear, name, range(1, 1 + (CODE_ROWS if instruction_set == native.NATIVE else 2)))
+    check_exact(linear, name, range(1, 1 + CODE_ROWS))
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -121,11 +122,12 @@ def test_widened_operands_are_the_exact_weights(name: str, gated: bool, instruct
 
 
 def check_exact(linear: PanelLinear, name: str, sizes: Sequence[int]) -> None:
-    """Products, with a norm before them, are those in float64, rounded to bf16. Weights that are rounded would err
-    more."""
+    """Products, with a norm before them, are those in float64 of rounded inputs, rounded to bf16. Weights that are
+    rounded to bf16 would err more."""
     x_TK, gain_K = random(max(sizes), K), random(K, seed=2)
+    inputs_TK = as_integers(RmsNorm(gain_K.double(), 1e-5)(x_TK.double()), run=16 if name == "Q6_K" else 32)
     exact_TN, rounded_TN = (
-        reference(x_TK, gain_K, weight_NK, gated=is_gated(linear))
+        reference(inputs_TK, weight_NK, gated=is_gated(linear))
         for weight_NK in (values(WEIGHTS[name]()), values(WEIGHTS[name]()).bfloat16())
     )
     for num_tokens in sizes:
@@ -134,17 +136,50 @@ def check_exact(linear: PanelLinear, name: str, sizes: Sequence[int]) -> None:
     assert not close(rounded_TN, exact_TN)
 
 
+def as_integers(x_TK: Tensor, run: int) -> Tensor:
+    """Round each run of inputs to integers of 16 bits, times a power of two."""
+    x_TRI = x_TK.unflatten(1, (-1, run))
+    largest_TR1 = x_TRI.abs().amax(-1, keepdim=True)
+    unit_TR1 = 2.0 ** (largest_TR1.log2().floor() - 14)
+    rounded_TRI = (x_TRI / unit_TR1).round().clamp(max=32767) * unit_TR1
+    assert ((rounded_TRI - x_TRI).abs() <= 2.0**-15 * largest_TR1).all()
+    return rounded_TRI.flatten(1)
+
+
 def is_gated(linear: PanelLinear) -> bool:
     return linear(random(1, K)).shape[1] < N
 
 
-def reference(x_TK: Tensor, gain_K: Tensor, weight_NK: Tensor, *, gated: bool) -> Tensor:
+def reference(inputs_TK: Tensor, weight_NK: Tensor, *, gated: bool) -> Tensor:
     """In float64, nothing rounded on the way."""
-    out_TN = RmsNorm(gain_K.double(), 1e-5)(x_TK.double()) @ weight_NK.double().T
+    out_TN = inputs_TK @ weight_NK.double().T
     if not gated:
         return out_TN
     gate_TI, up_TI = out_TN.chunk(2, dim=-1)
     return gate_TI * torch.sigmoid(gate_TI) * up_TI
+
+
+@pytest.mark.parametrize("instruction_set", [pytest.param(each, marks=lane(each)) for each in INSTRUCTION_SETS])
+@pytest.mark.parametrize("product", [WIDENED, DOT])
+def test_inputs_of_all_sizes(product: str, instruction_set: str) -> None:
+    """Zeros, the least and the largest numbers, outliers, and inputs that are not finite."""
+    require(instruction_set)
+    weight = WEIGHTS["Q4_1"]()
+    linear = PanelLinear(weight, product=product, instruction_set=instruction_set)
+    x_TK = random(4, K)
+    x_TK[0] = 0
+    x_TK[1] *= 2.0**-130
+    x_TK[2] *= 2.0**110
+    x_TK[3, ::40] *= 10000
+    expected_TN = as_integers(x_TK[2:].double(), 32) @ values(weight).double().T
+    got_TN = linear(x_TK)
+    assert (got_TN[:2].abs() < 1e-30).all()
+    assert close(got_TN[2:].double(), expected_TN)
+    for spoiling in (torch.inf, -torch.inf, torch.nan):
+        x_TK[2, 77] = spoiling
+        spoilt_TN = linear(x_TK)
+        assert not spoilt_TN[2].isfinite().any()
+        assert torch.equal(spoilt_TN[[0, 1, 3]], got_TN[[0, 1, 3]])
 
 
 def close(got_TN: Tensor, expected_TN: Tensor) -> bool:

@@ -1,5 +1,5 @@
 """Weights as a checkpoint stores them: codes of 4, 6 or 8 bits, with scales for groups of inputs. The linear kernel
-dequantises them when it multiplies by them (baton/modeling/kernels/linear/codes.h describes the memory layout).
+multiplies by them, or dequantises them first (baton/modeling/kernels/linear/codes.h describes the memory layout).
 
 The formats of `baton.modeling.quantized` create `StoredWeight` objects, and `baton.modeling.forward.linear` packs them.
 
@@ -139,32 +139,37 @@ def _described(values_PGFL: Tensor, num_inputs: int) -> tuple[int, int, int]:
 
 
 def _lanes(codes_MK: Tensor, product: str) -> Tensor:
-    """Return codes in the order in which the kernel reads them, `[P, U, codes of a lane, lanes]`."""
+    """Return codes in the order in which the kernel reads them, `[P, U, eights of a lane, 2, 4, lanes]`."""
     num_rows, num_inputs = codes_MK.shape
     sizes = num_rows // PANEL, PANEL, num_inputs // UNIT
     if product == WIDENED:
-        return codes_MK.view(*sizes, UNIT).permute(0, 2, 3, 1).contiguous()
+        return codes_MK.view(*sizes, UNIT // 8, 2, 4).permute(0, 2, 3, 4, 5, 1)
     # a lane is an output's even or odd inputs
-    return codes_MK.view(*sizes, UNIT // 2, 2).permute(0, 2, 3, 1, 4).flatten(3).contiguous()
+    lanes = codes_MK.view(*sizes, UNIT // 16, 2, 4, 2).permute(0, 2, 3, 4, 5, 1, 6)
+    return lanes.flatten(5)
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes `[P, U, codes of a lane, lanes]` as bytes, `[P, U, bytes]`."""
+    """Pack codes `[P, U, eights of a lane, 2, 4, lanes]` as bytes, `[P, U, bytes]`."""
     require(codes.dtype == _CODE_TYPES[bits], f"codes of {bits} bits have another type than {codes.dtype}")
     if bits == 8:
-        return codes.flatten(2).view(torch.uint8)
-    words = _in_words(codes & 15, 4).flatten(2)
-    return words if bits == 4 else torch.cat((words, _in_words(codes >> 4, 2).flatten(2)), 2)
+        return codes.permute(0, 1, 2, 4, 5, 3).flatten(2).view(torch.uint8)
+    lower = _in_words((codes & 15).flatten(3, 4), 4)
+    if bits == 4:
+        return lower
+    # a word contains the upper bits of two eights, of whose codes the first four are in the word's lower half
+    of_words = (codes >> 4).unflatten(2, (-1, 2)).transpose(3, 4)
+    return torch.cat((lower, _in_words(of_words.flatten(3, 5), 2)), 2)
 
 
 def _in_words(codes: Tensor, bits: int) -> Tensor:
-    """Pack a lane's codes of 2 or 4 bits into 32-bit words, beginning with the lowest bits."""
-    num_panels, num_units, num_codes, num_lanes = codes.shape
-    in_bytes = codes.view(num_panels, num_units, num_codes // (32 // bits), 4, 8 // bits, num_lanes)
+    """Pack codes `[P, U, words of a lane, codes of a word, lanes]` into 32-bit words, beginning with the lowest bits.
+    Return bytes `[P, U, bytes]`."""
+    in_bytes = codes.unflatten(3, (4, 8 // bits))
     packed = in_bytes[..., 0, :].clone()
     for place in range(1, 8 // bits):
         packed |= in_bytes[..., place, :] << bits * place
-    return packed.transpose(-1, -2).contiguous()
+    return packed.transpose(-1, -2).flatten(2)
 
 
 def _by_panel(values_NGF: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 typedef uint16_t Pairs __attribute__((vector_size(4 * kLanes)));
+typedef int8_t Bytes __attribute__((vector_size(2 * kLanes)));
 
 template <class Vector>
 inline Vector load(const void* from) {
@@ -120,10 +121,6 @@ inline void store_floats(uint16_t* to, Floats values) {
 inline void store_floats(float* to, Floats values) { store(to, values); }
 
 // Stores twice kLanes numbers.
-inline void store_both(float* to, Floats first, Floats second) {
-  store(to, first);
-  store(to + kLanes, second);
-}
 inline void store_both(uint16_t* to, Floats first, Floats second) {
 #ifdef __AVX512BF16__
   store(to, _mm512_cvtne2ps_pbh(second, first));
@@ -154,6 +151,20 @@ inline Floats add_pairs(Floats sum, Words a, Words b) {
 #else
   sum += (Floats)(a << 16) * (Floats)(b << 16);
   return sum + (Floats)(a & 0xffff0000) * (Floats)(b & 0xffff0000);
+#endif
+}
+
+// Adds the products of two pairs of 16-bit integers to each lane's sum.
+inline Ints add_pairs(Ints sum, Pairs a, Pairs b) {
+#if defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)  // in_register: otherwise the compiler adds in another order, for which registers do not do
+  return (Ints)in_register((Words)sum + (Words)_mm512_madd_epi16((__m512i)a, (__m512i)b));
+#elif defined(__AVX2__)
+  return (Ints)in_register((Words)sum + (Words)_mm256_madd_epi16((__m256i)a, (__m256i)b));
+#else
+  const auto low = [](Pairs pairs) { return (Ints)((Words)pairs << 16) >> 16; };
+  return sum + low(a) * low(b) + ((Ints)a >> 16) * ((Ints)b >> 16);
 #endif
 }
 

@@ -52,23 +52,15 @@ void run_panels(const LinearProblem& p, const std::vector<Block>& blocks, void* 
   multiply_few<Way>(p, blocks, x, first, last);
 }
 
-void run_by_codes(const LinearProblem& p, const std::vector<Block>&, void* packed, int64_t first, int64_t last) {
-  if (first == last) return;
-  auto* x = static_cast<float*>(packed);
-  p.by_codes->pack(p, x);
-  multiply_by_codes(p, x, first, last);
-}
-
 // A linear layer's weights, and the functions that multiply them. Layers may store weights differently.
 struct Linear {
   LinearProblem weights;
   Packing (*packing)(int64_t, int64_t);
   void (*run_blocks)(const LinearProblem&, const std::vector<Block>&, void*, int64_t, int64_t);
 
-  bool takes_codes(int64_t T) const { return weights.by_codes && T <= kCodeRows; }
-
   void run(const LinearProblem& p, const std::vector<Block>& blocks, void* packed, int64_t first, int64_t last) const {
-    (takes_codes(p.M) ? run_by_codes : run_blocks)(p, blocks, packed, first, last);
+    if (p.takes_codes()) return run_panels<ByCodes<2>>(by_codes(p), blocks, packed, first, last);
+    run_blocks(p, blocks, packed, first, last);
   }
 };
 
@@ -108,12 +100,11 @@ class Step {
     tasks_.divide(problem, num_threads, Attention<P, kLie>::height);
     int64_t most_bytes = 0;
     for (int part = 0; part < kNumParts; ++part) {  // all layers have the shapes of the first
-      const int64_t K = layers[0][part].weights.K, by_codes_bytes = by_codes_size(T_, K) * int64_t(sizeof(float));
+      const int64_t K = layers[0][part].weights.K;
       auto [blocks, num_bytes] = layers[0][part].packing(T_, K);
       blocks_[part] = std::move(blocks);
-      const auto takes_codes = [&](const Layer& layer) { return layer[part].takes_codes(T_); };
-      const bool needs_codes = std::any_of(layers.begin(), layers.end(), takes_codes);
-      most_bytes = std::max({most_bytes, num_bytes, needs_codes ? by_codes_bytes : 0});
+      most_bytes = std::max(most_bytes, num_bytes);
+      if (T_ <= kCodeRows) most_bytes = std::max(most_bytes, packing<ByCodes<2>>(T_, K).num_bytes);
     }
     for (int i = 0; i < num_threads; ++i) own_.emplace_back(problem, tasks_.found(), most_bytes);
   }

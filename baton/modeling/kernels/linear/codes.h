@@ -1,15 +1,17 @@
 // Weights as a checkpoint stores them: codes of 4, 6 or 8 bits, with scales for groups of inputs (calls/codes.py packs
-// them). Very few rows are multiplied by codes (by_codes.h). For more, weights are dequantised, strip by strip, just
-// before they are multiplied: weight = scale * code + offset, rounded once to fp32. For pairs and tiles it is then
-// rounded to bf16, as when a model is loaded with its weights dequantised: the product by stored weights equals, bit for
-// bit, the product by the same weights in bf16. Where operands are widened to fp32 anyway, it stays as it is: to round it
-// would take as long as all the rest.
+// them). Rows are multiplied by codes (by_codes.h), or, if there are more than a few, in pairs or tiles of bf16. For
+// these, weights are dequantised, strip by strip, just before they are multiplied: weight = scale * code + offset,
+// rounded once to fp32, and then to bf16, as when a model is loaded with its weights dequantised: the product by stored
+// weights equals, bit for bit, the product by the same weights in bf16.
 //
-// A unit is the codes of 32 inputs and a panel's 32 outputs. They lie in lanes, one behind the other: widened, a lane is
-// an output, and takes its 32 inputs; for pairs and tiles, 64 lanes are an output's even or odd inputs, output by
-// output, and take 16 inputs. A lane's codes of 4 bits are words of eight, lowest bits first. Codes of 6 bits are such
-// words of the lower 4 bits, behind all of which lie words of sixteen codes' upper 2 bits. Codes of 8 bits, which have a
-// sign, are bytes: for each input in turn, all lanes.
+// A unit is the codes of 32 inputs and a panel's 32 outputs. They lie in lanes, one behind the other: without pairs, a
+// lane is an output, and takes its 32 inputs; for pairs and tiles, 64 lanes are an output's even or odd inputs, output
+// by output, and take 16 inputs. A lane's codes are divided into eights, whose codes i and i + 4 form a pair (i < 4).
+//   4 bits: for each eight, all lanes, a word each: code i from bit 4 i on, so that one shift finds a pair in the lower
+//           and upper half of a word
+//   6 bits: such words of the lower 4 bits; behind all of them, for each two eights, all lanes, a word each of the upper
+//           2 bits: of pair i of the first eight from bit 2 i on in both halves, of the second from bit 8 + 2 i on
+//   8 bits: bytes with a sign: for each pair, all lanes, two each
 
 #pragma once
 
@@ -26,6 +28,7 @@ constexpr int kUnit = 32;                    // inputs of a unit
 constexpr int kHalfUnit = kUnit / 2;         // inputs whose scale may differ from those of the next ones
 constexpr int kOutputs = 32;                 // outputs of a panel
 constexpr int kUnitCodes = kUnit * kOutputs;
+constexpr int kEight = 8;                    // codes of a lane that lie together
 
 // How codes become weights. Fields: 1: scales only, or 2: scales, then offsets. Without offsets, the offset is that which
 // makes the code `zero` a weight of 0.
@@ -42,6 +45,9 @@ struct Codes {
   const int8_t* factors;  // [P][subgroups][fields][32], or null: 1
 
   int64_t unit_bytes() const { return kUnitCodes / 8 * bits; }
+
+  // Returns a number of inputs that are sure to share a scale, at most a unit.
+  int64_t run() const { return group % kUnit || (factors && subgroup % kUnit) ? kHalfUnit : kUnit; }
 };
 
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
@@ -109,45 +115,96 @@ struct Scaling {
   }
 };
 
-// Returns code number kPlace of each lane's words.
+// Bits by which code number kPlace of an eight's word is shifted, and its upper 2 bits.
+template <int kPlace>
+constexpr int kShift = 4 * kPlace;
+template <int kPlace>
+constexpr int kUpperShift = kPlace / 4 * 16 + kPlace % 4 * 2;
+
+// An eight's words of 2 kLanes lanes.
+struct EightWords {
+  Words lower[2];
+  Words upper[2] = {};  // upper 2 bits, if there are any, in the bits of a first eight
+};
+
+template <int kBits, int kUnitLanes>
+inline EightWords load_words(const uint8_t* unit, int eight, int lane) {
+  EightWords words;
+  for (int i = 0; i < 2; ++i, lane += kLanes) {
+    words.lower[i] = load<Words>(unit + 4 * (eight * kUnitLanes + lane));
+    if constexpr (kBits == 6) {
+      const Words both = load<Words>(unit + kUnitCodes / 2 + 4 * (eight / 2 * kUnitLanes + lane));
+      words.upper[i] = both >> (eight % 2 * kEight);
+    }
+  }
+  return words;
+}
+
+// Returns code number kPlace of each lane's word of an eight.
 template <int kBits, int kPlace>
-inline Floats code_of(Words low, [[maybe_unused]] Words high) {
+inline Floats code_of(const EightWords& words, int which) {
 #ifdef __AVX512F__
   if constexpr (kBits == 4) {  // a table takes the lowest 4 bits of each lane
     const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return _mm512_permutexvar_ps((__m512i)(low >> (4 * kPlace)), numbers);
+    return _mm512_permutexvar_ps((__m512i)(words.lower[which] >> kShift<kPlace>), numbers);
   }
 #endif
-  Words code = (low >> (4 * kPlace)) & 15;
-  if constexpr (kBits == 6) code |= ((high >> (2 * kPlace)) & 3) << 4;
+  Words code = (words.lower[which] >> kShift<kPlace>) & 15;
+  if constexpr (kBits == 6) code |= ((words.upper[which] >> kUpperShift<kPlace>) & 3) << 4;
   return __builtin_convertvector((Ints)code, Floats);
 }
 
-// Calls take(number, codes, codes of the next kLanes lanes) for each code of half a unit that these lanes have.
+// Returns pair number kPlace of each lane's word of an eight.
+template <int kBits, int kPlace>
+inline Pairs pair_of(const EightWords& words, int which) {
+  Pairs codes = ((Pairs)words.lower[which] >> kShift<kPlace>) & 15;
+  if constexpr (kBits == 6) codes |= (((Pairs)words.upper[which] >> kUpperShift<kPlace>) & 3) << 4;
+  return codes;
+}
+
+// Loads pair number `pair` of an eight's codes of 8 bits, of kLanes lanes from `lane` on.
+template <int kUnitLanes>
+inline Pairs load_pairs(const uint8_t* unit, int eight, int pair, int lane) {
+  const Bytes bytes = load<Bytes>(unit + 2 * ((eight * kEight / 2 + pair) * kUnitLanes + lane));
+#if defined(__AVX512BW__)
+  return (Pairs)_mm512_cvtepi8_epi16((__m256i)bytes);
+#elif defined(__AVX2__)
+  return (Pairs)_mm256_cvtepi8_epi16((__m128i)bytes);
+#else
+  typedef int16_t Wide __attribute__((vector_size(4 * kLanes)));
+  return (Pairs)__builtin_convertvector(bytes, Wide);
+#endif
+}
+
+// Calls take(number, codes of kLanes lanes from `lane` on, codes of the next ones) for each pair of an eight's codes.
 template <int kBits, int kUnitLanes, class Take>
-inline void take_codes(const uint8_t* unit, int half, int lane, Take take) {
-  constexpr int kNumbers = kUnitCodes / 2 / kUnitLanes;  // codes of a lane
-  constexpr auto kEight = std::make_integer_sequence<int, 8>();
-  for (int number = 0; number < kNumbers; number += 8) {
-    const int from = half * kNumbers + number;
-    if constexpr (kBits == 8) {
-      const auto* codes = (const int8_t*)unit + from * kUnitLanes + lane;
-      unrolled(kEight, [&](auto i) {
-        take(number + i, load_floats(codes + i * kUnitLanes), load_floats(codes + i * kUnitLanes + kLanes));
-      });
-    } else {
-      Words low[2], high[2] = {};
-      for (int i = 0; i < 2; ++i) {
-        low[i] = load<Words>(unit + 4 * (from / 8 * kUnitLanes + lane + i * kLanes));
-        if constexpr (kBits == 6) {
-          high[i] = load<Words>(unit + kUnitCodes / 2 + 4 * (from / 16 * kUnitLanes + lane + i * kLanes));
-          high[i] >>= from % 16 * 2;
-        }
-      }
-      unrolled(kEight, [&](auto i) {
-        take(number + i, code_of<kBits, i>(low[0], high[0]), code_of<kBits, i>(low[1], high[1]));
-      });
-    }
+inline void take_pairs(const uint8_t* unit, int eight, int lane, Take take) {
+  constexpr auto kPairs = std::make_integer_sequence<int, kEight / 2>();
+  if constexpr (kBits == 8) {
+    unrolled(kPairs, [&](auto i) {
+      take(i, load_pairs<kUnitLanes>(unit, eight, i, lane), load_pairs<kUnitLanes>(unit, eight, i, lane + kLanes));
+    });
+  } else {
+    const EightWords words = load_words<kBits, kUnitLanes>(unit, eight, lane);
+    unrolled(kPairs, [&](auto i) { take(i, pair_of<kBits, i>(words, 0), pair_of<kBits, i>(words, 1)); });
+  }
+}
+
+// Calls take(number, codes of kLanes lanes from `lane` on, codes of the next ones) for each of an eight's codes.
+template <int kBits, int kUnitLanes, class Take>
+inline void take_codes(const uint8_t* unit, int eight, int lane, Take take) {
+  if constexpr (kBits == 8) {
+    const auto even = [](Pairs codes) { return __builtin_convertvector((Ints)((Words)codes << 16) >> 16, Floats); };
+    const auto odd = [](Pairs codes) { return __builtin_convertvector((Ints)codes >> 16, Floats); };
+    take_pairs<kBits, kUnitLanes>(unit, eight, lane, [&](int number, Pairs first, Pairs second) {
+      take(number, even(first), even(second));
+      take(number + kEight / 2, odd(first), odd(second));
+    });
+  } else {
+    const EightWords words = load_words<kBits, kUnitLanes>(unit, eight, lane);
+    unrolled(std::make_integer_sequence<int, kEight>(), [&](auto i) {
+      take(i, code_of<kBits, i>(words, 0), code_of<kBits, i>(words, 1));
+    });
   }
 }
 
@@ -158,13 +215,12 @@ inline void fetch_half(const Codes& c, const uint8_t* unit, int half) {
   }
 }
 
-// Dequantises a panel's inputs [begin, end), multiples of kUnit, to fp32 where a lane is an output, and else to bf16.
-// Meanwhile fetches the codes `ahead` bytes behind these.
-template <int kBits, int kUnitLanes>
+// Dequantises a panel's inputs [begin, end), multiples of kUnit, for pairs and tiles. Meanwhile fetches the codes `ahead`
+// bytes behind these.
+template <int kBits>
 void dequantise(const Codes& c, const uint8_t* panel_codes, int64_t panel, int64_t begin, int64_t end, int64_t ahead,
-                void* weights) {
-  using Number = std::conditional_t<kUnitLanes == kOutputs, float, uint16_t>;
-  auto* to = static_cast<Number*>(weights);
+                uint16_t* to) {
+  constexpr int kUnitLanes = 2 * kOutputs;  // and an eight is its codes of half a unit
   Scaling<kUnitLanes> scaling;
   int64_t valid = 0;
   for (int64_t k = begin; k < end; k += kHalfUnit, to += kHalfUnit * kOutputs) {
@@ -181,6 +237,18 @@ void dequantise(const Codes& c, const uint8_t* panel_codes, int64_t panel, int64
       });
     }
   }
+}
+
+// Returns the code of one input of a unit. `output`: of the panel; `num`: lanes of an output.
+inline int code_at(const Codes& c, const uint8_t* unit, int64_t input, int64_t output, int num) {
+  const int64_t lanes = num * kOutputs, lane = output * num + input % num, number = input / num;
+  const int64_t eight = number / kEight, place = number % kEight;
+  const auto word = [&](int64_t at) { return load<uint32_t>(unit + 4 * at); };
+  if (c.bits == 8) return (int8_t)unit[2 * ((eight * kEight / 2 + place % 4) * lanes + lane) + place / 4];
+  const int lower = word(eight * lanes + lane) >> 4 * place & 15;
+  if (c.bits == 4) return lower;
+  const uint32_t upper = word(kUnitCodes / 8 + eight / 2 * lanes + lane) >> (eight % 2 * kEight);
+  return lower | (upper >> (place / 4 * 16 + place % 4 * 2) & 3) << 4;
 }
 
 }  // namespace

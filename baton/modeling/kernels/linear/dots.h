@@ -78,7 +78,6 @@ const MultiplyPairs* multiplies_of_pairs(std::integer_sequence<int, R...>) {
 // A way to multiply (panels.h). Panels lie as for tiles.
 template <class Weights>
 struct InPairs {
-  static constexpr int kInputBytes = Weights::kBytes;
   using Packed = uint32_t;
   struct Scope {};
   static constexpr int kMostRows = kVectorRows;

@@ -1,12 +1,13 @@
 // Linear layers, fused with the norm before them and the gate or residual behind them:
 //   y = x' W^T + b,  x' = x or RMSNorm(x);  then y, residual + y, or silu(gate) * up of y's two halves.
 //
-// Weights are bf16, or int8 with a scale for each output, or codes that are dequantised just before (codes.h), unless
-// there are very few rows (by_codes.h). They are multiplied in one of three ways: widened to fp32 in registers, so that
-// from a few rows on the products run at the rate of fp32 FMAs; in pairs of bf16 by the processor's dot product, up to
-// twice as fast (dots.h); or in tiles of bf16 where the processor has AMX (tiles.h), several times as fast. With fewer
-// rows all run at the rate at which memory gives the weights. Sums are fp32, in the order of k whatever the batch, and a
-// way is never mixed with another: except where rows are multiplied by codes, a row's result depends on no other row.
+// Weights are bf16, or int8 with a scale for each output, or codes (codes.h). They are multiplied in one of three ways:
+// widened to fp32 in registers, so that from a few rows on the products run at the rate of fp32 FMAs, or, of codes, as
+// integers (by_codes.h); in pairs of bf16 by the processor's dot product, up to twice as fast (dots.h); or in tiles of
+// bf16 where the processor has AMX (tiles.h), several times as fast. With fewer rows all run at the rate at which memory
+// gives the weights. Sums are fp32, in the order of k whatever the batch, and a way is never mixed with another, so that
+// a row's result depends on no other row: except that up to kCodeRows rows are multiplied by codes as integers, even
+// where more rows are multiplied in pairs or tiles, for which codes are dequantised just before.
 //
 // Weights are packed in panels of 32 outputs; gated, 16 gates and their 16 ups: a panel's halves. Within a panel they
 // lie input by input: int8 one half behind the other; bf16 that is widened as 16 words of two, output i of the first
@@ -62,21 +63,20 @@ void run_few(const LinearProblem& p, const std::vector<Block>& blocks, const typ
 template <class Way>
 void run_many(const LinearProblem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed,
               int num_threads) {
-  const int64_t panel_bytes = p.depth * Way::kInputBytes, num_blocks = int64_t(blocks.size());
+  const int64_t panel_bytes = p.dequantise ? p.depth * Bf16::kBytes : p.panel_bytes, num_blocks = int64_t(blocks.size());
   const int64_t per_group = panels_of_a_group(p, panel_bytes, num_threads);
   const int64_t num_groups = (p.P + per_group - 1) / per_group;
   const int64_t num_parts = (num_blocks * Way::kMostRows + kTaskRows - 1) / kTaskRows;
   share(num_groups * num_parts, num_threads, [&](Pieces& tasks) {
     [[maybe_unused]] typename Way::Scope scope;
-    const std::unique_ptr<Floats[]> room(p.dequantise ? new Floats[per_group * panel_bytes / sizeof(Floats)] : nullptr);
-    auto* dequantised = reinterpret_cast<uint8_t*>(room.get());
+    const std::unique_ptr<uint16_t[]> room(p.dequantise ? new uint16_t[per_group * p.depth * kOutputs] : nullptr);
     for (int64_t task = tasks.take(); task >= 0; task = tasks.take()) {
       const int64_t group = task / num_parts, part = task % num_parts;
       const int64_t first = group * per_group, last = std::min(p.P, first + per_group);
-      const uint8_t* weights = dequantised ? dequantised : p.panels + first * panel_bytes;
-      for (int64_t panel = first; dequantised && panel < last; ++panel) {
+      const uint8_t* weights = room ? reinterpret_cast<uint8_t*>(room.get()) : p.panels + first * panel_bytes;
+      for (int64_t panel = first; room && panel < last; ++panel) {
         p.dequantise(p.codes, p.panels + panel * p.panel_bytes, panel, 0, p.depth, 0,
-                     dequantised + (panel - first) * panel_bytes);
+                     room.get() + (panel - first) * p.depth * kOutputs);
       }
       for (int64_t i = num_blocks * part / num_parts; i < num_blocks * (part + 1) / num_parts; ++i) {
         for (int64_t panel = first; panel < last; ++panel) {
@@ -88,20 +88,9 @@ void run_many(const LinearProblem& p, const std::vector<Block>& blocks, const ty
   });
 }
 
-// Multiplies very few rows by codes: each thread has panels of its own.
-void run_by_codes(const LinearProblem& p, int num_threads) {
-  const std::unique_ptr<float[]> packed(new float[by_codes_size(p.M, p.K)]);
-  p.by_codes->pack(p, packed.get());
-  const int64_t num_runs = std::min<int64_t>(num_threads, p.P);
-  share_each(num_runs, num_threads, [&](int64_t run) {
-    multiply_by_codes(p, packed.get(), p.P * run / num_runs, p.P * (run + 1) / num_runs);
-  });
-}
-
 template <class Way>
 void run(const LinearProblem& p, int num_threads) {
   if (p.M == 0) return;
-  if (p.by_codes && p.M <= kCodeRows) return run_by_codes(p, num_threads);
   using Packed = typename Way::Packed;
   const int64_t row_bytes = Way::size(Way::kMostRows, p.K) * int64_t(sizeof(Packed)) / Way::kMostRows;
   const int64_t most_rows = std::max(kTaskRows, kPackedBytes / row_bytes), num_passes = (p.M + most_rows - 1) / most_rows;
@@ -133,6 +122,7 @@ BATON_ENTRY const char* baton_linear(const void* x, int64_t M, int64_t x_row, co
     p.x = static_cast<const uint16_t*>(x), p.M = M, p.x_row = x_row;
     p.residual = static_cast<const uint16_t*>(residual), p.residual_row = residual_row;
     p.y = static_cast<uint16_t*>(y);
+    if (p.takes_codes()) return run<ByCodes<2>>(by_codes(p), num_threads);
     with_way(weights, product, [&](auto way) { run<decltype(way)>(p, num_threads); });
   });
 }
@@ -141,21 +131,22 @@ BATON_ENTRY const char* baton_linear(const void* x, int64_t M, int64_t x_row, co
 BATON_ENTRY const char* baton_dequantised_rows(const void* panels, int64_t K, const Codes* codes, const int64_t* rows,
                                                int64_t T, float* y, const char* product, int num_threads) {
   return guarded([&] {
-    const Dequantise dequantise = code_reader(*codes, product).dequantise;
     const int64_t panel_bytes = K / kUnit * codes->unit_bytes();
-    const bool is_wide = std::string_view(product) == "widened";
+    const int num = std::string_view(product) == "widened" ? 1 : 2;
     share_each(T, num_threads, [&](int64_t t) {
-      alignas(64) uint32_t weights[kStripInputs * kOutputs];  // of fp32, or half of it of bf16
       const int64_t panel = rows[t] / kOutputs, output = rows[t] % kOutputs;
+      const uint8_t* units = static_cast<const uint8_t*>(panels) + panel * panel_bytes;
       float* to = y + t * K;
-      for (int64_t begin = 0; begin < K; begin += kStripInputs) {
-        const int64_t end = std::min(K, begin + kStripInputs);
-        dequantise(*codes, static_cast<const uint8_t*>(panels) + panel * panel_bytes, panel, begin, end, 0, weights);
-        for (int64_t k = 0; k < end - begin; ++k) {
-          const uint32_t pair = weights[k / 2 * kOutputs + output];
-          const uint32_t word = is_wide ? weights[k * kOutputs + output] : k % 2 ? pair & 0xffff0000 : pair << 16;
-          std::memcpy(to++, &word, sizeof(word));
-        }
+      Scaling<kOutputs> scaling;
+      for (int64_t k = 0, valid = 0; k < K; ++k) {
+        if (k >= valid) valid = scaling.load_from(*codes, panel, k);
+        const int code = code_at(*codes, units + k / kUnit * codes->unit_bytes(), k % kUnit, output, num);
+        to[k] = __builtin_fmaf(scaling.scales[output], float(code), scaling.offsets[output]);
+      }
+      for (int64_t k = 0; num == 2 && k < K; k += kLanes) {
+        uint16_t rounded[kLanes];
+        store_floats(rounded, load<Floats>(to + k));
+        store(to + k, load_floats(rounded));
       }
     });
   });

@@ -21,19 +21,11 @@ constexpr int kTileInputs = 32;  // the inputs of a panel for tiles and pairs ar
 // Rows whose sums are held in registers, two registers each; at most kLanes.
 constexpr int kVectorRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
 
+// Rows that are multiplied by codes, at most, where more are multiplied in pairs or tiles of dequantised weights.
+constexpr int kCodeRows = 4;
+
 using Dequantise = void (*)(const Codes&, const uint8_t* panel_codes, int64_t panel, int64_t begin, int64_t end,
-                            int64_t ahead, void* to);
-
-struct LinearProblem;
-
-// Rows that are multiplied by codes, at most; more are multiplied by dequantised weights.
-constexpr int kCodeRows = kLanes == 16 ? 4 : 2;
-
-// Functions of by_codes.h: one that packs all rows, and those that multiply 1, 2, ... rows by a panel.
-struct ByCodes {
-  void (*pack)(const LinearProblem&, float* to);
-  void (*multiply[kCodeRows])(const LinearProblem&, const float* packed, int64_t panel, int64_t ahead);
-};
+                            int64_t ahead, uint16_t* to);
 
 struct LinearProblem {
   const uint16_t* x;
@@ -48,10 +40,18 @@ struct LinearProblem {
   bool gated;
   int64_t depth = 0;        // inputs of a panel: K, filled up to a whole number of tiles where tiles multiply
   int64_t panel_bytes = 0;  // bytes of these inputs' weights, as they are stored
-  Codes codes{};            // of weights that are dequantised first
-  Dequantise dequantise = nullptr;
-  const ByCodes* by_codes = nullptr;
+  Codes codes{};            // of panels that hold codes
+  Dequantise dequantise = nullptr;  // of codes that are not multiplied as they are
+
+  // Returns whether codes are multiplied as they are, if many rows of them are not.
+  bool takes_codes() const { return dequantise && M <= kCodeRows; }
 };
+
+// Returns the problem for ByCodes<2>.
+inline LinearProblem by_codes(LinearProblem p) {
+  p.dequantise = nullptr;
+  return p;
+}
 
 // How weights of one input become floats: kLanes of a panel's first half, and of its second.
 struct Bf16 {
@@ -68,15 +68,6 @@ struct Int8 {
   static void widen(const uint8_t* from, int part, Floats& first, Floats& second) {
     first = load_floats((const int8_t*)from + kLanes * part);
     second = load_floats((const int8_t*)from + kHalf + kLanes * part);
-  }
-};
-
-// What codes are dequantised to where bf16 would be widened.
-struct Fp32 {
-  static constexpr int kBytes = 8 * kHalf;
-  static void widen(const uint8_t* from, int part, Floats& first, Floats& second) {
-    first = load<Floats>(from + 4 * kLanes * part);
-    second = load<Floats>(from + 4 * (kHalf + kLanes * part));
   }
 };
 
@@ -223,7 +214,6 @@ const MultiplyFloats* multiplies(std::integer_sequence<int, R...>) {
 }
 
 // A way to multiply has
-//   kInputBytes     bytes of one input of a panel, dequantised;
 //   Packed          type in which activations are packed;
 //   kMostRows       most rows of a block;
 //   depth           inputs of a panel;
@@ -232,7 +222,6 @@ const MultiplyFloats* multiplies(std::integer_sequence<int, R...>) {
 //   Scope           object that a thread must hold while it multiplies.
 template <class Weights>
 struct Widened {
-  static constexpr int kInputBytes = Weights::kBytes;
   using Packed = float;
   struct Scope {};
   static constexpr int kMostRows = kVectorRows;
@@ -262,7 +251,6 @@ const uint16_t* as_pairs(Int8, const uint8_t* weights, uint16_t* to) {
 
 template <class Weights>
 struct InTiles {
-  static constexpr int kInputBytes = Weights::kBytes;
   using Packed = uint16_t;
   using Scope = TileScope;
   static constexpr int kMostRows = 2 * kTileHeight;
@@ -366,7 +354,8 @@ std::vector<Block> divide(int64_t begin, int64_t end, int64_t K) {
 template <class Way>
 void multiply_few_codes(const LinearProblem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed,
                         int64_t first, int64_t last) {
-  alignas(64) uint8_t weights[kStripInputs * Way::kInputBytes];
+  alignas(64) uint16_t weights[kStripInputs * kOutputs];
+  const auto* bytes = reinterpret_cast<const uint8_t*>(weights);
   alignas(64) float sums[(kMostFewRows + Way::kMostRows) * kOutputs];
   for (int64_t panel = first; panel < last; ++panel) {
     const uint8_t* codes = p.panels + panel * p.panel_bytes;
@@ -375,7 +364,7 @@ void multiply_few_codes(const LinearProblem& p, const std::vector<Block>& blocks
       const int64_t end = std::min(p.depth, begin + kStripInputs);
       p.dequantise(p.codes, codes, panel, begin, end, ahead, weights);
       for (int64_t i = 0; i < int64_t(blocks.size()); ++i) {
-        const Strip strip{weights, begin, end, sums + i * Way::kMostRows * kOutputs, {weights, 0}};
+        const Strip strip{bytes, begin, end, sums + i * Way::kMostRows * kOutputs, {bytes, 0}};
         Way::multiply(p, blocks[i], packed + blocks[i].place, panel, strip);
       }
     }
@@ -389,7 +378,7 @@ void multiply_few(const LinearProblem& p, const std::vector<Block>& blocks, cons
                   int64_t first, int64_t last) {
   [[maybe_unused]] typename Way::Scope scope;
   if (p.dequantise) return multiply_few_codes<Way>(p, blocks, packed, first, last);
-  const int64_t num_blocks = int64_t(blocks.size()), input_bytes = Way::kInputBytes;
+  const int64_t num_blocks = int64_t(blocks.size()), input_bytes = p.panel_bytes / p.depth;
   for (int64_t panel = first; panel < last; ++panel) {
     const uint8_t* next = p.panels + std::min(panel + 1, last - 1) * p.panel_bytes;
     for (int64_t i = 0; i < num_blocks; ++i) {

@@ -32,29 +32,8 @@ void with_way(const Weights& weights, std::string_view product, Run run) {
 #endif
   if (product == "dot") return weights.is_int8 ? run(InPairs<Int8>()) : run(InPairs<Bf16>());
   check(product == "widened", "this kernel does not multiply as ", product);
-  if (weights.codes) return run(Widened<Fp32>());
+  if (weights.codes) return run(ByCodes<1>());
   weights.is_int8 ? run(Widened<Int8>()) : run(Widened<Bf16>());
-}
-
-// What reads codes in the order in which a way multiplies them.
-struct CodeReader {
-  Dequantise dequantise;
-  ByCodes by_codes;
-};
-
-template <int kBits, int kUnitLanes>
-const CodeReader* code_reader() {
-  constexpr auto rows = std::make_integer_sequence<int, kCodeRows>();
-  static constexpr CodeReader reader{dequantise<kBits, kUnitLanes>, by_codes<kBits, kUnitLanes>(rows)};
-  return &reader;
-}
-
-inline const CodeReader& code_reader(const Codes& codes, std::string_view product) {
-  const bool has_pairs = product != "widened";
-  if (codes.bits == 4) return *(has_pairs ? code_reader<4, 2 * kOutputs>() : code_reader<4, kOutputs>());
-  if (codes.bits == 6) return *(has_pairs ? code_reader<6, 2 * kOutputs>() : code_reader<6, kOutputs>());
-  check(codes.bits == 8, "there are no codes of ", codes.bits, " bits");
-  return *(has_pairs ? code_reader<8, 2 * kOutputs>() : code_reader<8, kOutputs>());
 }
 
 // Returns the problem without rows. What the weights point to must outlive it.
@@ -68,14 +47,14 @@ inline LinearProblem of_weights(const Weights& weights, std::string_view product
   p.gated = weights.gated;
   with_way(weights, product, [&](auto way) {
     p.depth = way.depth(p.K);
-    p.panel_bytes = p.depth * way.kInputBytes;
+    p.panel_bytes = p.depth * (weights.is_int8 ? Int8::kBytes : Bf16::kBytes);
   });
   if (weights.codes) {
     check(p.K % kUnit == 0, p.K, " inputs are not whole units of ", kUnit);
     p.codes = *weights.codes;
-    const CodeReader& reader = code_reader(p.codes, product);
-    p.dequantise = reader.dequantise;
-    p.by_codes = &reader.by_codes;
+    check(p.codes.bits == 4 || p.codes.bits == 6 || p.codes.bits == 8, "there are no codes of ", p.codes.bits, " bits");
+    const Dequantise all[] = {dequantise<4>, dequantise<6>, dequantise<8>};
+    if (product != "widened") p.dequantise = all[p.codes.bits / 2 - 2];
     p.panel_bytes = p.depth / kUnit * p.codes.unit_bytes();
   }
   return p;
