@@ -6,8 +6,8 @@ HTTP:
 
     vllm        vLLM's CPU build (`--peer-python PATH`, the Python that `peers/setup_vllm_cpu.sh` installs)
     llama.cpp   `llama-server` (`--llama-server PATH`, the program that `peers/setup_llamacpp.sh` builds). It computes
-                with the weights as stored in the model's GGUF file, which is Q4_1 for the default model. Baton and vLLM
-                compute with the same weights converted to `--dtype`
+                with the weights as stored in the model's GGUF file, which is Q4_1 for the default model, and so does
+                Baton. vLLM computes with the same weights converted to `--dtype`
 
 If a peer is not installed, the benchmark skips it and prints the name of its set-up script. All servers run during the
 whole benchmark and are warmed up. A load is sent to a server only when all servers are idle, because vLLM's worker
@@ -31,7 +31,7 @@ seconds later than the streams. A cell has these output rows:
 The row idle_cores is measured before the loads: the number of cores that Baton's own processes use when idle, compared
 with the cores that Ray uses. The loops in which Baton's actors wait for tasks count as Ray's.
 
-With `--bars`, the benchmark fails if a value misses its limit. The limits are relative to vLLM's values.
+With `--bars`, the benchmark fails if a value misses its limit. The limits are relative to the better peer's values.
 """
 
 import argparse
@@ -71,28 +71,25 @@ from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import inspect_machine
 from generate_workers.config import EngineConfig
 
-GRID = "1x205:64,8x205:64,16x205:64,1x2250:48,4x2250:48,1x6450:16,8x4400:32,8x205:96+4400:16@1"
+GRID = "1x205:64,4x205:64,8x205:64,16x205:64,32x205:64,1x2250:48,4x2250:48,1x6450:16,8x4400:32,8x205:96+4400:16@1"
 QUICK_GRID = "1x205:32,8x205:32"
 ROUNDS = 5
 IDLE_S = 20.0
 QUICK_IDLE_S = 5.0
-RATE_BAR = 1.1
-"""Minimum ratio of Baton's tokens per second to vLLM's. Applies to loads with up to RATE_STREAMS streams."""
-RATE_STREAMS = 16
-TTFT_BAR = 1.0
-"""Maximum ratio of Baton's time to first token to vLLM's."""
-LONG_TTFT_BAR = 0.85
-"""Maximum ratio of Baton's time to first token to vLLM's, for prompts of at least LONG_TOKENS tokens."""
-LONG_TOKENS = 6450
-STALLED_MS = 500.0
-"""Threshold in milliseconds of the 99th percentile of the times between messages of vLLM's streams. Above it, vLLM's
+RATE_BAR = 1.3
+"""Minimum ratio of Baton's tokens per second to those of the peer with the most."""
+TTFT_BAR = 0.8
+"""Maximum ratio of Baton's time to first token to that of the peer with the shortest."""
+TPOT_BAR = 0.9
+"""Maximum ratio of Baton's time per output token to llama.cpp's. Applies to loads with one stream."""
+STALLED_MS = 300.0
+"""Threshold in milliseconds of the 99th percentile of the times between messages of a stream. Above it, a peer's
 streams count as stalled."""
 STALLED_BAR = 0.5
-"""Maximum ratio of Baton's 99th percentile of the times between messages of a stream to vLLM's percentile. Applies if
-vLLM's percentile is above STALLED_MS."""
-GAP_BAR = 1.2
-"""Maximum ratio of Baton's 99th percentile of the times between messages of a stream to vLLM's percentile. Applies if
-vLLM's percentile is at most STALLED_MS."""
+"""Maximum ratio of Baton's 99th percentile of the times between messages of a stream to the lowest percentile of the
+peers. Applies if the peers' streams are stalled."""
+GAP_BAR = 1.0
+"""Maximum of the same ratio if the streams of at least one peer are not stalled."""
 IDLE_BAR = 0.02
 """Maximum number of cores used by Baton's own processes while no request runs."""
 STACK_CELL = Cell(16, 205, 64)
@@ -277,8 +274,8 @@ def report(reporter: Reporter, bars: Bars, cell: Cell, found: Found) -> None:
             rows[name][metric] = reporter.add(case(**cell.keys), metric, unit, name, pairs)
         if not peers:
             reporter.add(case(**cell.keys), metric, unit, "none", Pairs(values, [float("nan")] * len(ours)))
-    if VLLM in rows:
-        judge(bars, cell, rows[VLLM])
+    if rows:
+        judge(bars, cell, rows)
     if found.engine_s:
         row = reporter.add(
             case(**cell.keys), "load_s", "s", "engine", Pairs([each.seconds for each in ours], found.engine_s)
@@ -286,14 +283,20 @@ def report(reporter: Reporter, bars: Bars, cell: Cell, found: Found) -> None:
         bars.at_most(f"{cell}: of the engine's time alone", 1 / row.ratio, STACK_BAR)
 
 
-def judge(bars: Bars, cell: Cell, rows: dict[str, Row]) -> None:
-    """Check the limits of one cell of the grid. They compare Baton's values with vLLM's."""
-    if cell.num_streams <= RATE_STREAMS:
-        bars.at_least(f"{cell}: tokens/s over vLLM's", rows["tokens_s"].ratio, RATE_BAR)
-    most = LONG_TTFT_BAR if cell.num_tokens >= LONG_TOKENS else TTFT_BAR
-    bars.at_most(f"{cell}: time to first token over vLLM's", 1 / rows["ttft_s"].ratio, most)
-    most = STALLED_BAR if rows["p99_ms"].baseline_value > STALLED_MS else GAP_BAR
-    bars.at_most(f"{cell}: p99 between messages over vLLM's", 1 / rows["p99_ms"].ratio, most)
+def judge(bars: Bars, cell: Cell, rows: Mapping[str, Mapping[str, Row]]) -> None:
+    """Check the limits of one cell of the grid. They compare Baton's value of a metric with the better of the peers'
+    values. `rows`: rows by metric, by peer."""
+
+    def ratio(metric: str) -> float:
+        return min(of_peer[metric].ratio for of_peer in rows.values())
+
+    bars.at_least(f"{cell}: tokens/s over the better peer's", ratio("tokens_s"), RATE_BAR)
+    bars.at_most(f"{cell}: time to first token over the better peer's", 1 / ratio("ttft_s"), TTFT_BAR)
+    if cell.num_streams == 1 and LLAMA_CPP in rows:
+        bars.at_most(f"{cell}: time per token over llama.cpp's", 1 / rows[LLAMA_CPP]["tpot_ms"].ratio, TPOT_BAR)
+    is_stalled = min(of_peer["p99_ms"].baseline_value for of_peer in rows.values()) > STALLED_MS
+    most = STALLED_BAR if is_stalled else GAP_BAR
+    bars.at_most(f"{cell}: p99 between messages over the better peer's", 1 / ratio("p99_ms"), most)
 
 
 async def run(args: argparse.Namespace) -> int:
@@ -338,13 +341,13 @@ def main() -> int:
     parser.add_argument(
         "--llama-option", action="append", default=[], help="option of `llama-server`, for example --a=b; repeatable"
     )
-    parser.add_argument("--alone", action="store_true", help="with --bars: check only the bars that do not need vLLM")
+    parser.add_argument("--alone", action="store_true", help="with --bars: check only the bars that need no peer")
     parser.add_argument("--plot", type=Path, default=None, help="PNG file of all cells and sides")
     parser.add_argument("--table", type=Path, default=None, help="Markdown file with a table of all cells and sides")
     parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     args = parser.parse_args()
-    if args.bars and not is_installed(args.peer_python) and not args.alone:
-        parser.error("--bars compares with vLLM: give --peer-python, or --alone to check only the bars without vLLM")
+    if args.bars and not (is_installed(args.peer_python) or is_installed(args.llama_server) or args.alone):
+        parser.error("--bars compares with peers: give --peer-python or --llama-server, or --alone for other bars only")
     return asyncio.run(until_signal(run(args)))
 
 

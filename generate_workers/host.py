@@ -60,7 +60,7 @@ def _load_draft_model(
     if not config.draft_model:
         return None
     folder = Path(config.draft_model)
-    draft_model = load_decoder(folder, dtype=place.dtype, device=decoder.device, weights=place.weights)
+    draft_model = load_decoder(folder, dtype=place.dtype, device=decoder.device, weights=place.weights, shared=True)
     sizes = draft_model.config.vocab_size, decoder.config.vocab_size
     if sizes[0] != sizes[1]:
         what = f"vocabularies of {sizes[0]} and {sizes[1]} tokens"

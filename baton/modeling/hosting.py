@@ -89,7 +89,7 @@ class LoadedModel:
             device = make_device(place.device, LinkRate(place.link or math.inf, place.link_latency_s))
             formats = {"dtype": place.dtype, "weights": place.weights}
             with _half_of(num_threads):
-                self._decoder = load_decoder(place.model_folder, **formats, device=device)
+                self._decoder = load_decoder(place.model_folder, **formats, device=device, shared=True)
             self._source = source
             _prepare_kernels(self._decoder)
         return self._decoder

@@ -46,18 +46,19 @@ def of_blocks(type_name: str, num_outputs: int = N) -> StoredWeight:
     return GgufWeight(type_name, random_blocks(type_name, num_outputs, K)).stored()
 
 
-def wide_groups(offsets: bool) -> StoredWeight:
-    """Groups of 128 inputs with scales that fp16 cannot represent."""
+def in_groups(of: int, offsets: bool) -> StoredWeight:
+    """Groups of `of` inputs with scales that fp16 cannot represent."""
     random = torch.Generator().manual_seed(0)
     codes_NK = torch.randint(0, 16, (N, K), generator=random, dtype=torch.uint8)
-    scales_NGF = torch.randn(N, K // 128, 2 if offsets else 1, generator=random) / 100
+    scales_NGF = torch.randn(N, K // of, 2 if offsets else 1, generator=random) / 100
     return StoredWeight(4, codes_NK, scales_NGF, zero=0 if offsets else 8)
 
 
 WEIGHTS: dict[str, Callable[[], StoredWeight]] = {
     **{type_name: partial(of_blocks, type_name) for type_name in TYPES},
-    "groups_of_128": partial(wide_groups, offsets=False),
-    "groups_of_128_with_offsets": partial(wide_groups, offsets=True),
+    "groups_of_16": partial(in_groups, 16, offsets=False),
+    "groups_of_128": partial(in_groups, 128, offsets=False),
+    "groups_of_128_with_offsets": partial(in_groups, 128, offsets=True),
 }
 
 
@@ -125,7 +126,9 @@ def check_exact(linear: PanelLinear, name: str, sizes: Sequence[int]) -> None:
     """Products, with a norm before them, are those in float64 of rounded inputs, rounded to bf16. Weights that are
     rounded to bf16 would err more."""
     x_TK, gain_K = random(max(sizes), K), random(K, seed=2)
-    inputs_TK = as_integers(RmsNorm(gain_K.double(), 1e-5)(x_TK.double()), run=16 if name == "Q6_K" else 32)
+    inputs_TK = as_integers(
+        RmsNorm(gain_K.double(), 1e-5)(x_TK.double()), run=16 if name in ("Q6_K", "groups_of_16") else 32
+    )
     exact_TN, rounded_TN = (
         reference(inputs_TK, weight_NK, gated=is_gated(linear))
         for weight_NK in (values(WEIGHTS[name]()), values(WEIGHTS[name]()).bfloat16())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from baton.errors import ModelError
 from baton.modeling.checkpoints.registry import read_model
+from baton.modeling.checkpoints.shared_weights import Loaded, shared_weights
 from baton.modeling.checkpoints.stored_format import load_format
 from baton.modeling.device.cpu import CpuDevice
 from baton.modeling.device.port import Device
@@ -21,6 +22,8 @@ from baton.types import WEIGHT_FORMS
 
 logger = logging.getLogger(__name__)
 
+_DEQUANTISED = "dequantised to"
+
 
 def load_config(folder: Path) -> ModelConfig:
     """Return the model's config from config.json and, if it exists, generation_config.json in `folder`. Raises
@@ -31,7 +34,12 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def load_decoder(
-    folder: Path, *, dtype: str = "float32", device: Device | None = None, weights: str = "stored"
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    device: Device | None = None,
+    weights: str = "stored",
+    shared: bool = False,
 ) -> Decoder:
     """Load a Hugging Face folder and return a Decoder that computes in `dtype` on `device`. `device` None: the CPU.
     Weights are converted to `dtype` as they are loaded.
@@ -39,6 +47,8 @@ def load_decoder(
     `weights` is one of WEIGHT_FORMS. Quantised weights that are not kept as they are stored are dequantised to `dtype`
     one tensor at a time, and the log reports this in one line. Raises ModelError with a one-line message if the folder
     is invalid, the dtype is not supported, or there is too little memory.
+
+    `shared`: True to keep weights on the CPU in memory that all processes of this node share (`shared_weights`).
 
     The fingerprint of the weights is a hash of every tensor (name, type, shape and stored bytes), the config, the
     quantisation format, `dtype`, and whether weights are rounded to int8. It does not depend on how the checkpoint is
@@ -50,19 +60,25 @@ def load_decoder(
         raise ModelError(f"weights {weights!r} is not supported; choose one of {', '.join(WEIGHT_FORMS)}")
     model, stored = _load_model(folder), load_format(folder)
     device = device or CpuDevice()
-    where = str(device.torch_device)
-    checkpoint = Checkpoint(folder, TORCH_DTYPES[dtype], where, weights=weights, weight_format=stored)
-    decoder = Decoder(model.config, model.load(checkpoint), device=device)
-    if stored is not None:
-        level = logging.WARNING if checkpoint.num_dequantised else logging.INFO
-        logger.log(level, "%s: %s", folder, _account(stored, checkpoint, dtype))
-    return decoder
+
+    def load() -> Loaded:
+        where = str(device.torch_device)
+        checkpoint = Checkpoint(folder, TORCH_DTYPES[dtype], where, weights=weights, weight_format=stored)
+        found = model.load(checkpoint)
+        return Loaded(found, "" if stored is None else _account(stored, checkpoint, dtype))
+
+    is_shared = shared and isinstance(device, CpuDevice)
+    loaded = shared_weights(folder, f"{dtype}/{weights}", load) if is_shared else load()
+    if loaded.account:
+        level = logging.WARNING if _DEQUANTISED in loaded.account else logging.INFO
+        logger.log(level, "%s: %s", folder, loaded.account)
+    return Decoder(model.config, loaded.weights, device=device)
 
 
 def _account(stored: WeightFormat, checkpoint: Checkpoint, dtype: str) -> str:
     """Return a log line that reports how a checkpoint's quantised weights were loaded, and which of its tensors were
     not used."""
-    counts = {"kept as stored": checkpoint.num_kept, f"dequantised to {dtype}": checkpoint.num_dequantised}
+    counts = {"kept as stored": checkpoint.num_kept, f"{_DEQUANTISED} {dtype}": checkpoint.num_dequantised}
     done = ", ".join(f"{number} weights {what}" for what, number in counts.items() if number)
     tensors = [f"{number} {kind}" for kind, number in sorted(checkpoint.num_unused.items())]
     unused = ", ".join([*stored.unused, *tensors])

@@ -23,7 +23,7 @@ from torch import Tensor
 from baton.errors import ModelError
 from baton.modeling.forward.norms import RmsNorm, Transform, unchanged
 from baton.modeling.kernels import native
-from baton.modeling.kernels.calls.codes import StoredWeight, bind_codes
+from baton.modeling.kernels.calls.codes import PackedCodes, StoredWeight, bind_codes, pack_codes
 from baton.modeling.kernels.calls.panels import HALF, PANEL, BoundPanels, bind_panels, pack_panels, unpack_rows
 from baton.modeling.kernels.huge_pages import WEIGHTS
 from baton.modeling.kernels.process_kernels import KERNELS
@@ -92,9 +92,9 @@ class PanelLinear:
     """Linear layer that is computed by the C++ kernel, which must have been loaded. The weight is stored only in panels
     (blocks of 32 rows that the kernel reads sequentially).
 
-    A `StoredWeight` keeps its codes. Calls with at most four rows (two with AVX2) multiply by the codes, and calls with
-    more rows by dequantised weights. If the multiplication method has operands in bf16, the results of these equal, bit
-    for bit, those of the same weight in bf16. Other results are those of exact weights.
+    A `StoredWeight` keeps its codes, and calls multiply by them. If the multiplication method has operands in bf16,
+    calls with more than four rows multiply by dequantised weights, and their results equal, bit for bit, those of the
+    same weight in bf16. Other results are those of exact weights.
 
     If `int8` is set, a weight in bf16 is rounded to int8 with one scale per row, which halves the number of bytes to
     read.
@@ -112,28 +112,41 @@ class PanelLinear:
     ) -> None:
         """Pack the weight into panels (blocks of 32 rows). `product` is the multiplication method, one of
         `baton.modeling.kernels.products`. None: the method that was chosen for this process."""
-        self._operators = native.operators(instruction_set)
         num_rows, self._num_inputs = weight.shape
         self.product = product or KERNELS.choice.panels
+        self._instruction_set = instruction_set
+        self._gated = gated
         self._num_outputs = num_rows // 2 if gated else num_rows
         self._order_N = _gated_order(self._num_outputs) if gated else torch.arange(num_rows)
         self._num_places = -(-(int(self._order_N[-1]) + 1) // PANEL) * PANEL
         self._scales = None
         self._bias = None if bias_N is None else self._placed(bias_N.float())
-        if isinstance(weight, StoredWeight):
-            self._bound = bind_codes(
-                *(weight.with_rows(self._placed), self._num_outputs, self._bias),
-                gated=gated,
-                product=self.product,
-                keep=WEIGHTS.copy,
-            )
-            return
-        if int8:
+        if int8 and isinstance(weight, Tensor):
             weight, scale_N = _rounded(weight)
             self._scales = self._placed(scale_N)
-        self._panels_PJL = WEIGHTS.copy(pack_panels(self._placed(weight), self.product))
-        weights, sizes = (self._panels_PJL, self._scales), (self._num_inputs, self._num_outputs)
-        self._bound = bind_panels(weights, sizes, self._bias, gated=gated, product=self.product)
+        self._packed: PackedCodes | Tensor = (
+            pack_codes(weight.with_rows(self._placed), self.product, WEIGHTS.copy)
+            if isinstance(weight, StoredWeight)
+            else WEIGHTS.copy(pack_panels(self._placed(weight), self.product))
+        )
+        self._bind()
+
+    def _bind(self) -> None:
+        """Bind the packed weight to the kernel, by the addresses of its tensors."""
+        self._operators = native.operators(self._instruction_set)
+        sizes, gated = (self._num_inputs, self._num_outputs), self._gated
+        if isinstance(self._packed, PackedCodes):
+            self._bound = bind_codes(self._packed, sizes, self._bias, gated=gated, product=self.product)
+        else:
+            weights = self._packed, self._scales
+            self._bound = bind_panels(weights, sizes, self._bias, gated=gated, product=self.product)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_operators", "_bound")}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._bind()
 
     @property
     def num_bytes(self) -> int:
@@ -163,9 +176,9 @@ class PanelLinear:
 
     def _rows(self, indices_T: Tensor) -> Tensor:
         at_T = self._order_N[indices_T]
-        if self._bound.codes is not None:
+        if isinstance(self._packed, PackedCodes):
             return self._operators.dequantised_rows(self._bound, at_T)
-        kept_TK = unpack_rows(self._panels_PJL, at_T, self._num_inputs, self.product)
+        kept_TK = unpack_rows(self._packed, at_T, self._num_inputs, self.product)
         return kept_TK if self._scales is None else kept_TK * self._scales[at_T].unsqueeze(-1)
 
     def _placed(self, of_rows: Tensor) -> Tensor:

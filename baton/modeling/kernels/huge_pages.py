@@ -30,6 +30,11 @@ class HugePages:
         copied = self._take(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         return copied.copy_(tensor)
 
+    def release(self) -> None:
+        """Keep no memory that contains no tensor."""
+        with self._lock:
+            self._extent, self._used = torch.empty(0, dtype=torch.uint8), 0
+
     def _take(self, num_bytes: int) -> Tensor:
         with self._lock:
             if num_bytes > len(self._extent) - self._used:

@@ -105,28 +105,50 @@ def narrowed(values: Tensor) -> Tensor:
     return halves if torch.equal(halves.to(values.dtype), values) else values.float()
 
 
-def bind_codes(
-    weight: StoredWeight, num_outputs: int, bias: Tensor | None, *, gated: bool, product: str, keep: Keep
-) -> BoundPanels:
-    """Pack a weight whose number of rows is a multiple of 32, and return it as kernel arguments.
+@dataclass(frozen=True)
+class PackedCodes:
+    """Codes in the memory layout of the linear kernel, for a multiplication method."""
 
-    `product` is a multiplication method of `baton.modeling.kernels.products`. `keep` copies a tensor to the memory in
-    which weights are kept. The bias must have one number for each row of the weight.
-    """
-    num_rows, num_inputs = weight.shape
-    require(weight.is_supported and num_rows % PANEL == 0, "the weight's groups are not multiples of 16 inputs")
-    require(num_outputs <= num_rows // (2 if gated else 1), f"the weight has fewer outputs than {num_outputs}")
-    panels, scales = keep(_packed(_lanes(weight.codes_NK, product), weight.bits)), keep(_by_panel(weight.scales_NGF))
+    bits: int
+    zero: int
+    panels: Tensor
+    """Codes, as bytes."""
+    scales: Tensor
+    factors: Tensor | None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return all tensors."""
+        return self.panels, self.scales, self.factors
+
+
+def pack_codes(weight: StoredWeight, product: str, keep: Keep) -> PackedCodes:
+    """Pack a weight whose number of rows is a multiple of 32. `product` is a multiplication method of
+    `baton.modeling.kernels.products`. `keep` copies a tensor to the memory in which weights are kept."""
+    require(weight.is_supported and len(weight.codes_NK) % PANEL == 0, "groups are not multiples of 16 inputs")
     factors = None if weight.factors_NSF is None else keep(_by_panel(weight.factors_NSF))
+    panels = keep(_packed(_lanes(weight.codes_NK, product), weight.bits))
+    return PackedCodes(weight.bits, weight.zero, panels, keep(_by_panel(weight.scales_NGF)), factors)
+
+
+def bind_codes(
+    codes: PackedCodes, sizes: tuple[int, int], bias: Tensor | None, *, gated: bool, product: str
+) -> BoundPanels:
+    """Return packed codes as kernel arguments. `sizes`: number of inputs and number of outputs. The bias must have one
+    number for each output of the panels. The other arguments are those of `pack_codes`."""
+    num_inputs, num_outputs = sizes
+    scales, num_panels = codes.scales, len(codes.panels)
+    require(
+        num_outputs <= num_panels * PANEL // (2 if gated else 1), f"the weight has fewer outputs than {num_outputs}"
+    )
     # the fields of the struct Codes in linear/codes.h
-    fields = weight.bits, weight.zero, weight.scales_NGF.shape[2], scales.dtype == torch.float16
-    of_factors = (0, 0, 0) if factors is None else _described(factors, num_inputs)
+    fields = codes.bits, codes.zero, scales.shape[2], scales.dtype == torch.float16
+    of_factors = (0, 0, 0) if codes.factors is None else _described(codes.factors, num_inputs)
     described = torch.tensor([*fields, *_described(scales, num_inputs), *of_factors])
-    num_panels = num_rows // PANEL
     return BoundPanels(
-        (panels, scales, factors, described, bias),
+        (*codes.tensors, described, bias),
         *(num_inputs, num_outputs, gated, product.encode()),
-        (panels.data_ptr(), num_panels, num_inputs, num_outputs, None, checked_places(bias, num_panels)),
+        (codes.panels.data_ptr(), num_panels, num_inputs, num_outputs, None, checked_places(bias, num_panels)),
         is_int8=False,
         codes=described.data_ptr(),
     )
@@ -158,14 +180,14 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
     if bits == 4:
         return lower
     # a word contains the upper bits of two eights, of whose codes the first four are in the word's lower half
-    of_words = (codes >> 4).unflatten(2, (-1, 2)).transpose(3, 4)
+    of_words = (codes >> 4).reshape(*codes.shape[:2], -1, 2, *codes.shape[3:]).transpose(3, 4)
     return torch.cat((lower, _in_words(of_words.flatten(3, 5), 2)), 2)
 
 
 def _in_words(codes: Tensor, bits: int) -> Tensor:
     """Pack codes `[P, U, words of a lane, codes of a word, lanes]` into 32-bit words, beginning with the lowest bits.
     Return bytes `[P, U, bytes]`."""
-    in_bytes = codes.unflatten(3, (4, 8 // bits))
+    in_bytes = codes.reshape(*codes.shape[:3], 4, 8 // bits, codes.shape[4])
     packed = in_bytes[..., 0, :].clone()
     for place in range(1, 8 // bits):
         packed |= in_bytes[..., place, :] << bits * place

@@ -51,7 +51,8 @@ inline float to_integers(const LinearProblem& p, const uint16_t* row, float row_
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves no bit for fractions
   for (int64_t i = 0; i < run / kLanes; ++i) {
     const Ints numbers = (Ints)(inputs[i] * factor + kRound) - (Ints)splat(kRound);
-    to[i] = numbers > 32767 ? 32767 - Ints{} : numbers;
+    const Ints most = 32767 - Ints{};
+    to[i] = numbers > most ? most : numbers < ~most ? ~most : numbers;  // those of NaN and infinity are any
   }
   return bits >= 0x7f800000 ? std::numeric_limits<float>::quiet_NaN() : 1.0f / factor;
 }

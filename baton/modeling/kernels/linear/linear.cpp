@@ -69,14 +69,15 @@ void run_many(const LinearProblem& p, const std::vector<Block>& blocks, const ty
   const int64_t num_parts = (num_blocks * Way::kMostRows + kTaskRows - 1) / kTaskRows;
   share(num_groups * num_parts, num_threads, [&](Pieces& tasks) {
     [[maybe_unused]] typename Way::Scope scope;
-    const std::unique_ptr<uint16_t[]> room(p.dequantise ? new uint16_t[per_group * p.depth * kOutputs] : nullptr);
+    const std::unique_ptr<Floats[]> room(p.dequantise ? new Floats[per_group * panel_bytes / sizeof(Floats)] : nullptr);
+    auto* dequantised = reinterpret_cast<uint16_t*>(room.get());
     for (int64_t task = tasks.take(); task >= 0; task = tasks.take()) {
       const int64_t group = task / num_parts, part = task % num_parts;
       const int64_t first = group * per_group, last = std::min(p.P, first + per_group);
-      const uint8_t* weights = room ? reinterpret_cast<uint8_t*>(room.get()) : p.panels + first * panel_bytes;
+      const uint8_t* weights = room ? reinterpret_cast<uint8_t*>(dequantised) : p.panels + first * panel_bytes;
       for (int64_t panel = first; room && panel < last; ++panel) {
         p.dequantise(p.codes, p.panels + panel * p.panel_bytes, panel, 0, p.depth, 0,
-                     room.get() + (panel - first) * p.depth * kOutputs);
+                     dequantised + (panel - first) * p.depth * kOutputs);
       }
       for (int64_t i = num_blocks * part / num_parts; i < num_blocks * (part + 1) / num_parts; ++i) {
         for (int64_t panel = first; panel < last; ++panel) {
