@@ -141,12 +141,12 @@ def check_exact(linear: PanelLinear, name: str, sizes: Sequence[int]) -> None:
 
 def as_integers(x_TK: Tensor, run: int) -> Tensor:
     """Round each run of inputs to integers of 16 bits, times a power of two."""
-    x_TRI = x_TK.unflatten(1, (-1, run))
+    x_TRI = x_TK.view(len(x_TK), -1, run)
     largest_TR1 = x_TRI.abs().amax(-1, keepdim=True)
     unit_TR1 = 2.0 ** (largest_TR1.log2().floor() - 14)
     rounded_TRI = (x_TRI / unit_TR1).round().clamp(max=32767) * unit_TR1
     assert ((rounded_TRI - x_TRI).abs() <= 2.0**-15 * largest_TR1).all()
-    return rounded_TRI.flatten(1)
+    return rounded_TRI.view_as(x_TK)
 
 
 def is_gated(linear: PanelLinear) -> bool:

@@ -1,4 +1,4 @@
-"""Keeps the weights of a model as they lie in memory in one file, which all workers of a node map.
+"""Stores the weights of a model, as the kernels read them, in one file, which all workers of a node map.
 
 The first worker loads the checkpoint and writes the file. It and all later workers map the file, so that the node's
 memory contains the weights once, and a worker that starts does not convert them. `baton.modeling.checkpoints.weights`

@@ -112,13 +112,13 @@ class PackedCodes:
     bits: int
     zero: int
     panels: Tensor
-    """Codes, as bytes."""
+    """Codes of all panels, as bytes."""
     scales: Tensor
     factors: Tensor | None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return all tensors."""
+        """Return all tensors of the weight."""
         return self.panels, self.scales, self.factors
 
 
