@@ -90,17 +90,18 @@ def shared_weights(folder: Path, form: str, load: Callable[[], Loaded]) -> Loade
     where, host = folder.resolve(), platform.node()
     name = xxhash.xxh3_64_hexdigest(f"{host}/{where}/{form}".encode())
     path = cache_folder() / "weights" / f"{where.name}-{name}"
+    lock, made_of = None, ""
     try:
         files = sorted(folder.glob("*.safetensors"))
         num_bytes = sum(each.stat().st_size for each in files)
-        if num_bytes < LEAST_BYTES:
-            return load()
-        made_of = _made_of([*files, folder / "config.json"], form)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _require_room(path, num_bytes)
-        lock = path.with_name(f"{path.name}.lock").open("w")
+        if num_bytes >= LEAST_BYTES:
+            made_of = _made_of([*files, folder / "config.json"], form)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _require_room(path, num_bytes)
+            lock = path.with_name(f"{path.name}.lock").open("w")
     except OSError as error:
         _warn_not_shared(path, error)
+    if lock is None:
         return load()
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if this process dies
