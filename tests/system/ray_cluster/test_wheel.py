@@ -136,7 +136,7 @@ def serving(
             command, cwd=cache, env=environment, text=True, stderr=stderr, stdout=stderr, start_new_session=True
         )
     try:
-        until(lambda: process.poll() is not None or "\nready: " in output.read_text(), START_S)
+        until(lambda: process.poll() is not None or "OpenAI's API over HTTP: " in output.read_text(), START_S)
         assert process.poll() is None, output.read_text()
         record = json.loads((cache / "baton" / "clusters" / "baton.json").read_text())
         yield process, f"{record['http']}/v1"
