@@ -73,5 +73,5 @@ def test_two_workers_hold_the_weights_once(tmp_path: Path) -> None:
         total = path.stat().st_size
     for each in mapped:
         assert each["Rss"] > 0.9 * total, "all weights were read"
-        assert each["Private_Dirty"] == each["Anonymous"] == 0
+        assert each["Anonymous"] == 0, "no page was copied"
     assert sum(each["Pss"] for each in mapped) <= total

@@ -1,4 +1,4 @@
-"""What is promised against the better peer, cell by cell; rows for each peer; peers that are left out."""
+"""Bars compare a cell with the better peer. Each peer has rows. Peers that are not installed are skipped."""
 
 import argparse
 import json

@@ -68,8 +68,8 @@ class StoredWeight:
 
 def joined(parts: Sequence[StoredWeight]) -> StoredWeight | None:
     """Return the weight that contains the rows of all parts, with unchanged values. If parts are stored in different
-    ways, the result has the largest number of bits and the smallest groups of all parts. If only some parts have
-    factors, there is no such weight, and the result is None."""
+    ways, the result has the largest number of bits and the smallest groups of all parts. Return None
+    if only some parts have factors."""
     if len({(each.bits, each.zero, each.scales_NGF.shape[2]) for each in parts}) > 1:
         parts = [_with_offsets(each, max(part.bits for part in parts)) for each in parts]
     factors = [each.factors_NSF for each in parts if each.factors_NSF is not None]
