@@ -1,6 +1,6 @@
-"""Whole models whose weights are kept as they are stored. Prompts, chains, and steps of more than four tokens compute,
-bit by bit, what the same models compute with weights in bf16, where products have operands in bf16. Steps of few tokens
-use exact weights, and are as close to fp32."""
+"""Whole models whose weights are kept as they are stored. Prompts, chains, and steps of many tokens compute, bit by bit,
+what the same models compute with weights in bf16, where products have operands in bf16. Steps of few tokens use exact
+weights, and are as close to fp32."""
 
 import random
 import shutil
@@ -83,12 +83,12 @@ def samples(kernels: None, folders: tuple[Path, Path]) -> tuple[Decoder, Decoder
 
 
 def check_same(stored: Decoder, plain: Decoder, token_ids: Sequence[int]) -> None:
-    """The KV of a prompt is the same, and so are the logits of steps of five and of nine tokens."""
+    """The KV of a prompt is the same, and so are the logits of steps of more tokens than are multiplied by codes."""
     for each in stored.weights.layers:
         assert isinstance(each.qkv, PanelLinear) and each.qkv.num_bytes < 0.75 * plain.weights.layers[0].qkv.num_bytes
     assert torch.equal(reference(stored, token_ids)[0], reference(plain, token_ids)[0])
-    for num_new in (5, 9):
-        assert torch.equal(steps(stored, token_ids[:90], num_new), steps(plain, token_ids[:90], num_new))
+    for num_new in (5, 10, 50) if KERNELS.choice.panels == TILES else (50,):
+        assert torch.equal(steps(stored, token_ids[:100], num_new), steps(plain, token_ids[:100], num_new))
 
 
 @torch.inference_mode()
@@ -199,7 +199,7 @@ def check_answer(plain: Decoder, prompt_ids: Sequence[int], answer_ids: Sequence
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("panels", "num_new"), [(WIDENED, 1), (WIDENED, 9), (DOT, 1), (DOT, 4)])
+@pytest.mark.parametrize(("panels", "num_new"), [(WIDENED, 1), (WIDENED, 9), (DOT, 1), (DOT, 9)])
 def test_exact_weights_err_no_more(
     panels: str, num_new: int, folders: tuple[Path, Path], smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,8 @@
-"""Products by weights as they are stored. Of more than four rows they equal, bit by bit, the products by the same
-weights in bf16, where products have operands in bf16. Other products are those by the exact weights, of inputs that
-were rounded to integers of 16 bits."""
+"""Products by weights as they are stored. Where products have operands in bf16, those of many rows equal, bit by bit, the
+products by the same weights in bf16. Other products are those by the exact weights, of inputs that were rounded to
+integers of 16 bits."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,9 @@ from tests.support.models.gguf_blocks import TYPES, random_blocks, values_of
 from tests.support.models.quantised_folders import FORMATS
 
 N, K = 96, 512
-CODE_ROWS = 4
-"""Largest number of rows that are multiplied by codes if products have operands in bf16."""
+CODE_ROWS = {DOT: 48, TILES: 4, WIDENED: math.inf}
+"""Largest number of rows that are multiplied by codes, by method of multiplication."""
+SIZES = (1, 2, 3, 4, 5, 7, 17, 33, 48, 49, 390)
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="needs AMX")
 ROUNDING = [
     pytest.param(native.NATIVE, DOT, id="native-dot"),
@@ -81,7 +83,7 @@ def test_products_are_those_of_the_weights_in_bf16(name: str, gated: bool, instr
     assert torch.equal(stored.weight(), plain.weight())
     indices_T = torch.tensor([0, N - 1, 17, 17])
     assert torch.equal(stored.rows(indices_T), plain.rows(indices_T))
-    for num_tokens in (5, 7, 17, 33, 48, 49, 390):
+    for num_tokens in (size for size in SIZES if size > CODE_ROWS[product]):
         x_TK = random(num_tokens, K, seed=num_tokens)
         residual_TN = None if gated else random(num_tokens, N, seed=3)
         for each in (norm, unchanged):
@@ -102,7 +104,7 @@ def test_products_of_few_rows_are_those_of_the_exact_weights(
 ) -> None:
     require(instruction_set)
     linear = PanelLinear(WEIGHTS[name](), gated=gated, product=product, instruction_set=instruction_set)
-    check_exact(linear, name, range(1, 1 + CODE_ROWS))
+    check_exact(linear, name, [size for size in SIZES if size <= CODE_ROWS[product]])
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -114,7 +116,7 @@ def test_widened_operands_are_the_exact_weights(name: str, gated: bool, instruct
     linear = PanelLinear(weight, gated=gated, product=WIDENED, instruction_set=instruction_set)
     assert torch.equal(linear.weight(), values(weight))
     assert torch.equal(linear.rows(torch.tensor([3, 95])), values(weight)[[3, 95]].bfloat16())
-    check_exact(linear, name, (1, 2, 3, 4, 7, 17, 33, 48, 49, 390))
+    check_exact(linear, name, SIZES)
     x_TK = random(60, K)
     for first, sizes in ((5, (13, 48, 60)), (1, (2,))):
         alone_TN = torch.cat([linear(x_TK[t : t + first]) for t in range(0, 60, first)])
@@ -203,7 +205,7 @@ def test_outputs_that_fill_no_panel(num_outputs: int, gated: bool, product: str)
     x_TK = random(60, K)
     for num_tokens in (1, 2, 6, 60):
         got_TN, plain_TN = linear(x_TK[:num_tokens]), plain(x_TK[:num_tokens])
-        if product == WIDENED or num_tokens <= CODE_ROWS:
+        if num_tokens <= CODE_ROWS[product]:
             scale = plain_TN.abs().max()
             assert got_TN.shape == plain_TN.shape and ((got_TN - plain_TN).abs() <= 0.03 * scale).all()
         else:

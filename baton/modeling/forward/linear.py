@@ -125,7 +125,7 @@ class PanelLinear:
             weight, scale_N = _rounded(weight)
             self._scales = self._placed(scale_N)
         self._packed: PackedCodes | Tensor = (
-            pack_codes(weight.with_rows(self._placed), self.product, WEIGHTS.copy)
+            pack_codes(weight.with_rows(self._placed), WEIGHTS.copy)
             if isinstance(weight, StoredWeight)
             else WEIGHTS.copy(pack_panels(self._placed(weight), self.product))
         )

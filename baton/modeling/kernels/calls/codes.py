@@ -18,7 +18,6 @@ from torch import Tensor
 
 from baton.modeling.kernels.calls.checks import require
 from baton.modeling.kernels.calls.panels import PANEL, BoundPanels, checked_places
-from baton.modeling.kernels.products import WIDENED
 
 UNIT = 32
 """Number of inputs in a unit. The codes of a unit's inputs and a panel's 32 outputs are stored together."""
@@ -107,7 +106,7 @@ def narrowed(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PackedCodes:
-    """Codes in the memory layout of the linear kernel, for a multiplication method."""
+    """Codes in the memory layout of the linear kernel, for all multiplication methods."""
 
     bits: int
     zero: int
@@ -122,12 +121,12 @@ class PackedCodes:
         return self.panels, self.scales, self.factors
 
 
-def pack_codes(weight: StoredWeight, product: str, keep: Keep) -> PackedCodes:
-    """Pack a weight whose number of rows is a multiple of 32. `product` is a multiplication method of
-    `baton.modeling.kernels.products`. `keep` copies a tensor to the memory in which weights are kept."""
+def pack_codes(weight: StoredWeight, keep: Keep) -> PackedCodes:
+    """Pack a weight whose number of rows is a multiple of 32. `keep` copies a tensor to the memory in which weights are
+    kept."""
     require(weight.is_supported and len(weight.codes_NK) % PANEL == 0, "groups are not multiples of 16 inputs")
     factors = None if weight.factors_NSF is None else keep(_by_panel(weight.factors_NSF))
-    panels = keep(_packed(_lanes(weight.codes_NK, product), weight.bits))
+    panels = keep(_packed(_lanes(weight.codes_NK), weight.bits))
     return PackedCodes(weight.bits, weight.zero, panels, keep(_by_panel(weight.scales_NGF)), factors)
 
 
@@ -135,7 +134,7 @@ def bind_codes(
     codes: PackedCodes, sizes: tuple[int, int], bias: Tensor | None, *, gated: bool, product: str
 ) -> BoundPanels:
     """Return packed codes as kernel arguments. `sizes`: number of inputs and number of outputs. The bias must have one
-    number for each output of the panels. The other arguments are those of `pack_codes`."""
+    number for each output of the panels. `product` is a multiplication method of `baton.modeling.kernels.products`."""
     num_inputs, num_outputs = sizes
     scales, num_panels = codes.scales, len(codes.panels)
     require(
@@ -160,19 +159,15 @@ def _described(values_PGFL: Tensor, num_inputs: int) -> tuple[int, int, int]:
     return num_inputs // num_groups, num_groups, values_PGFL.data_ptr()
 
 
-def _lanes(codes_MK: Tensor, product: str) -> Tensor:
-    """Return codes in the order in which the kernel reads them, `[P, U, eights of a lane, 2, 4, lanes]`."""
+def _lanes(codes_MK: Tensor) -> Tensor:
+    """Return codes in the order in which the kernel reads them, `[P, U, eights of a unit, 2, pairs of an eight, lanes]`.
+    A lane is an output."""
     num_rows, num_inputs = codes_MK.shape
-    sizes = num_rows // PANEL, PANEL, num_inputs // UNIT
-    if product == WIDENED:
-        return codes_MK.view(*sizes, UNIT // 8, 2, 4).permute(0, 2, 3, 4, 5, 1)
-    # a lane is an output's even or odd inputs
-    lanes = codes_MK.view(*sizes, UNIT // 16, 2, 4, 2).permute(0, 2, 3, 4, 5, 1, 6)
-    return lanes.flatten(5)
+    return codes_MK.view(num_rows // PANEL, PANEL, num_inputs // UNIT, UNIT // 8, 4, 2).permute(0, 2, 3, 5, 4, 1)
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes `[P, U, eights of a lane, 2, 4, lanes]` as bytes, `[P, U, bytes]`."""
+    """Pack codes `[P, U, eights of a unit, 2, 4, lanes]` as bytes, `[P, U, bytes]`."""
     require(codes.dtype == _CODE_TYPES[bits], f"codes of {bits} bits have another type than {codes.dtype}")
     if bits == 8:
         return codes.permute(0, 1, 2, 4, 5, 3).flatten(2).view(torch.uint8)

@@ -108,25 +108,31 @@ inline Floats load_floats(const int8_t* from) {
   return __builtin_convertvector(values, Floats);
 }
 
+#ifndef __AVX512BF16__
+// Rounds to the nearest bf16, ties to even, in the lower half of each lane.
+inline Words rounded(Floats values) {
+  const Words bits = (Words)values;
+  return values == values ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : (bits >> 16) | 1;
+}
+#endif
+
 // Rounds to the nearest, ties to even.
 inline void store_floats(uint16_t* to, Floats values) {
 #ifdef __AVX512BF16__
   store(to, _mm512_cvtneps_pbh(values));
 #else
-  const Words bits = (Words)values;
-  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  store(to, __builtin_convertvector(values == values ? rounded : (bits >> 16) | 1, Halves));
+  store(to, __builtin_convertvector(rounded(values), Halves));
 #endif
 }
 inline void store_floats(float* to, Floats values) { store(to, values); }
 
-// Stores twice kLanes numbers.
-inline void store_both(uint16_t* to, Floats first, Floats second) {
+// Stores pairs of numbers: lane by lane, one of `even` and one of `odd`.
+inline void store_pairs(uint16_t* to, Floats even, Floats odd) {
 #ifdef __AVX512BF16__
-  store(to, _mm512_cvtne2ps_pbh(second, first));
+  const auto both = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
+  store(to, _mm512_permutexvar_epi16((__m512i)(lanes() | (lanes() + kLanes) << 16), both));
 #else
-  store_floats(to, first);
-  store_floats(to + kLanes, second);
+  store(to, rounded(even) | rounded(odd) << 16);
 #endif
 }
 

@@ -52,16 +52,12 @@ void run_panels(const LinearProblem& p, const std::vector<Block>& blocks, void* 
   multiply_few<Way>(p, blocks, x, first, last);
 }
 
-// A linear layer's weights, and the functions that multiply them. Layers may store weights differently.
+// A linear layer's weights, and the functions that multiply them unless codes are multiplied as they are. Layers may
+// store weights differently.
 struct Linear {
   LinearProblem weights;
   Packing (*packing)(int64_t, int64_t);
   void (*run_blocks)(const LinearProblem&, const std::vector<Block>&, void*, int64_t, int64_t);
-
-  void run(const LinearProblem& p, const std::vector<Block>& blocks, void* packed, int64_t first, int64_t last) const {
-    if (p.takes_codes()) return run_panels<ByCodes<2>>(by_codes(p), blocks, packed, first, last);
-    run_blocks(p, blocks, packed, first, last);
-  }
 };
 
 // A layer's linear layers, in the order in which they run.
@@ -101,10 +97,9 @@ class Step {
     int64_t most_bytes = 0;
     for (int part = 0; part < kNumParts; ++part) {  // all layers have the shapes of the first
       const int64_t K = layers[0][part].weights.K;
-      auto [blocks, num_bytes] = layers[0][part].packing(T_, K);
-      blocks_[part] = std::move(blocks);
-      most_bytes = std::max(most_bytes, num_bytes);
-      if (T_ <= kCodeRows) most_bytes = std::max(most_bytes, packing<ByCodes<2>>(T_, K).num_bytes);
+      packings_[part] = layers[0][part].packing(T_, K);
+      of_codes_[part] = packing<ByCodes>(T_, K);
+      most_bytes = std::max({most_bytes, packings_[part].num_bytes, of_codes_[part].num_bytes});
     }
     for (int i = 0; i < num_threads; ++i) own_.emplace_back(problem, tasks_.found(), most_bytes);
   }
@@ -154,7 +149,12 @@ class Step {
     LinearProblem p = layer[part].weights;
     p.x = x, p.residual = residual, p.y = y;
     p.M = T_, p.x_row = p.K, p.residual_row = p.N;
-    layer[part].run(p, blocks_[part], own_[me.number].packed.data(), me.first(p.P), me.last(p.P));
+    void* packed = own_[me.number].packed.data();
+    if (p.takes_codes()) {
+      run_panels<ByCodes>(p, of_codes_[part].blocks, packed, me.first(p.P), me.last(p.P));
+    } else {
+      layer[part].run_blocks(p, packings_[part].blocks, packed, me.first(p.P), me.last(p.P));
+    }
   }
 
   void turn_and_append(const AttentionProblem& p, Member me) {
@@ -187,7 +187,7 @@ class Step {
   const int64_t width_;  // numbers of a token's queries, keys and values
   std::vector<uint16_t> qkv_, attended_, gated_;
   const int num_threads_;
-  std::array<std::vector<Block>, kNumParts> blocks_;
+  std::array<Packing, kNumParts> packings_, of_codes_;
   Tasks tasks_;
   std::deque<Own> own_;
   Meeting meeting_;

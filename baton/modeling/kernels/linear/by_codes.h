@@ -18,17 +18,6 @@
 
 namespace {
 
-// Returns one or two words, repeated in all lanes.
-template <int kNum>
-inline Words repeated(const void* from) {
-  if constexpr (kNum == 1) {
-    return load<uint32_t>(from) - Words{};
-  } else {
-    typedef uint64_t Longs __attribute__((vector_size(4 * kLanes)));
-    return (Words)(load<uint64_t>(from) - Longs{});
-  }
-}
-
 template <class Join>
 inline int32_t joined(Ints values, Join join) {
   const auto of_bits = [&](Floats a, Floats b) { return (Floats)join((Ints)a, (Ints)b); };
@@ -57,48 +46,35 @@ inline float to_integers(const LinearProblem& p, const uint16_t* row, float row_
   return bits >= 0x7f800000 ? std::numeric_limits<float>::quiet_NaN() : 1.0f / factor;
 }
 
-// A way to multiply (panels.h) whose strips are whole panels of codes. kNum: lanes of an output.
+// A way to multiply (panels.h) whose strips are whole panels of codes.
 //
-// Packed activations of a block: [K / kInputs][4][rows][kNum] pairs, of the inputs that meet a pair of codes; then
-// [K / run][rows][1 + kNum]: the scale of a row's run, and the sums of those inputs that meet each lane of an output.
-template <int kNum>
+// Packed activations of a block: [K / 2][rows] pairs; then [K / run][rows][2]: the scale of a row's run, and the sum of
+// its inputs.
 struct ByCodes {
   using Packed = float;
   struct Scope {};
   static constexpr int kMostRows = kVectorRows;
-  static constexpr int kUnitLanes = kNum * kOutputs;
-  static constexpr int kInputs = kNum * kEight;
   static int64_t depth(int64_t K) { return K; }
   static int64_t size(int64_t rows, int64_t K) { return rows * K + kLanes; }
 
   static void pack(const LinearProblem& p, Block block, float* to) {
-    typedef uint32_t Four __attribute__((vector_size(16)));
     const int64_t run = p.codes.run();
     auto* pairs = reinterpret_cast<uint32_t*>(to);
-    float* of_runs = to + block.rows * p.K / 2;
     for (int r = 0; r < block.rows; ++r) {
       const uint16_t* row = p.x + (block.first + r) * p.x_row;
       const float row_scale = scale_of(p, row);
-      for (int64_t k = 0; k < p.K; k += run) {
+      float* of_run = to + block.rows * p.K / 2 + 2 * r;
+      for (int64_t k = 0; k < p.K; k += run, of_run += 2 * block.rows) {
         Ints numbers[kUnit / kLanes];
-        float* of_run = of_runs + (k / run * block.rows + r) * (1 + kNum);
-        *of_run++ = to_integers(p, row, row_scale, k, run, numbers);
+        uint16_t halves[kUnit];
+        of_run[0] = to_integers(p, row, row_scale, k, run, numbers);
         Ints sums = {};
-        for (int64_t i = 0; i < run / kLanes; ++i) sums += numbers[i];
-        for (int i = 0; i < kNum; ++i) {
-          const Ints of_lanes = lanes() % kNum == i ? sums : Ints{};
-          of_run[i] = of_run[-1] * float(joined(of_lanes, [](Ints a, Ints b) { return a + b; }));
+        for (int64_t i = 0; i < run / kLanes; ++i) {
+          sums += numbers[i];
+          store(halves + i * kLanes, __builtin_convertvector(numbers[i], Halves));
         }
-        const auto* from = reinterpret_cast<const uint32_t*>(numbers);
-        for (int64_t at = 0; at < run; at += kInputs) {
-          for (int i = 0; i < kInputs / 2; i += 4) {
-            const Four words = (load<Four>(from + at + i) & 0xffff) | load<Four>(from + at + i + kInputs / 2) << 16;
-            uint32_t* place = pairs + ((k + at) / 2 + i) * block.rows + r * kNum;
-            for (int pair = 0; pair < 4 / kNum; ++pair, place += block.rows * kNum) {
-              std::memcpy(place, (const uint32_t*)&words + pair * kNum, sizeof(uint32_t) * kNum);
-            }
-          }
-        }
+        of_run[1] = of_run[0] * float(joined(sums, [](Ints a, Ints b) { return a + b; }));
+        for (int64_t i = 0; i < run / 2; ++i) pairs[(k / 2 + i) * block.rows + r] = load<uint32_t>(halves + 2 * i);
       }
     }
   }
@@ -123,32 +99,31 @@ struct ByCodes {
   static void multiply_rows(const LinearProblem& p, int64_t first, const float* x, int64_t panel, const Strip& strip) {
     const auto* pairs = reinterpret_cast<const uint32_t*>(x);
     const float* of_run = x + R * p.K / 2;
-    const int64_t run = p.codes.run(), num_eights = run / kInputs;
-    alignas(64) float totals[R][kUnitLanes] = {};
-    Scaling<kUnitLanes> scaling;
-    for (int64_t k = 0, valid = 0; k < p.K; k += run, of_run += R * (1 + kNum), pairs += run / 2 * R) {
+    const int64_t run = p.codes.run(), num_eights = run / kEight;
+    alignas(64) float totals[R][kOutputs] = {};
+    Scaling scaling;
+    for (int64_t k = 0, valid = 0; k < p.K; k += run, of_run += 2 * R, pairs += run / 2 * R) {
       if (k >= valid) valid = scaling.load_from(p.codes, panel, k);
       for (int64_t at = k * strip.ahead.step; at < (k + run) * strip.ahead.step; at += 64) {
         __builtin_prefetch(strip.ahead.from + at, 0, 2);
       }
       const uint8_t* unit = strip.weights + k / kUnit * p.codes.unit_bytes();
-      const int first_eight = k % kUnit / kInputs;
-      for (int lane = 0; lane < kUnitLanes; lane += 2 * kLanes) {
+      const int first_eight = k % kUnit / kEight;
+      for (int lane = 0; lane < kOutputs; lane += 2 * kLanes) {
         Ints low[R], high[R];
         unrolled(std::make_integer_sequence<int, R>(), [&](auto r) { low[r] = high[r] = Ints{}; });
         const uint32_t* inputs = pairs;
-        for (int eight = first_eight; eight < first_eight + num_eights; ++eight, inputs += kInputs / 2 * R) {
-          take_pairs<kBits, kUnitLanes>(unit, eight, lane, [&](int pair, Pairs first, Pairs second) {
+        for (int eight = first_eight; eight < first_eight + num_eights; ++eight, inputs += kPairs * R) {
+          take_pairs<kBits>(unit, eight, lane, [&](int pair, Pairs below, Pairs above) {
             for (int r = 0; r < R; ++r) {
-              const auto each = (Pairs)in_register(repeated<kNum>(inputs + (pair * R + r) * kNum));
-              low[r] = add_pairs(low[r], first, each);
-              high[r] = add_pairs(high[r], second, each);
+              const auto each = (Pairs)in_register(inputs[pair * R + r] - Words{});
+              low[r] = add_pairs(low[r], below, each);
+              high[r] = add_pairs(high[r], above, each);
             }
           });
         }
         for (int r = 0; r < R; ++r) {
-          const float* of_row = of_run + r * (1 + kNum);
-          const Floats inputs_scale = splat(of_row[0]), inputs_sum = (Floats)repeated<kNum>(of_row + 1);
+          const Floats inputs_scale = splat(of_run[2 * r]), inputs_sum = splat(of_run[2 * r + 1]);
           const auto add = [&](int lanes, Ints sums) {
             const Floats scaled = __builtin_convertvector(sums, Floats) * inputs_scale;
             const Floats total = load<Floats>(totals[r] + lanes) + load<Floats>(scaling.scales + lanes) * scaled;
@@ -160,9 +135,6 @@ struct ByCodes {
       }
     }
     for (int r = 0; r < R; ++r) {
-      for (int output = 0; kNum == 2 && output < kOutputs; ++output) {
-        totals[r][output] = totals[r][2 * output] + totals[r][2 * output + 1];
-      }
       for (int part = 0; part < kHalf / kLanes; ++part) {
         Floats low[] = {load<Floats>(totals[r] + part * kLanes)};
         Floats high[] = {load<Floats>(totals[r] + kHalf + part * kLanes)};

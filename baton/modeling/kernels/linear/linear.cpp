@@ -6,8 +6,8 @@
 // integers (by_codes.h); in pairs of bf16 by the processor's dot product, up to twice as fast (dots.h); or in tiles of
 // bf16 where the processor has AMX (tiles.h), several times as fast. With fewer rows all run at the rate at which memory
 // gives the weights. Sums are fp32, in the order of k whatever the batch, and a way is never mixed with another, so that
-// a row's result depends on no other row: except that up to kCodeRows rows are multiplied by codes as integers, even
-// where more rows are multiplied in pairs or tiles, for which codes are dequantised just before.
+// a row's result depends on no other row: except that where rows are multiplied in pairs or tiles, for which codes are
+// dequantised just before, few rows are multiplied by codes as integers (weights.h says how many).
 //
 // Weights are packed in panels of 32 outputs; gated, 16 gates and their 16 ups: a panel's halves. Within a panel they
 // lie input by input: int8 one half behind the other; bf16 that is widened as 16 words of two, output i of the first
@@ -63,13 +63,13 @@ void run_few(const LinearProblem& p, const std::vector<Block>& blocks, const typ
 template <class Way>
 void run_many(const LinearProblem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed,
               int num_threads) {
-  const int64_t panel_bytes = p.dequantise ? p.depth * Bf16::kBytes : p.panel_bytes, num_blocks = int64_t(blocks.size());
+  const int64_t panel_bytes = p.dequantises() ? p.depth * Bf16::kBytes : p.panel_bytes, num_blocks = int64_t(blocks.size());
   const int64_t per_group = panels_of_a_group(p, panel_bytes, num_threads);
   const int64_t num_groups = (p.P + per_group - 1) / per_group;
   const int64_t num_parts = (num_blocks * Way::kMostRows + kTaskRows - 1) / kTaskRows;
   share(num_groups * num_parts, num_threads, [&](Pieces& tasks) {
     [[maybe_unused]] typename Way::Scope scope;
-    const std::unique_ptr<Floats[]> room(p.dequantise ? new Floats[per_group * panel_bytes / sizeof(Floats)] : nullptr);
+    const std::unique_ptr<Floats[]> room(p.dequantises() ? new Floats[per_group * panel_bytes / sizeof(Floats)] : nullptr);
     auto* dequantised = reinterpret_cast<uint16_t*>(room.get());
     for (int64_t task = tasks.take(); task >= 0; task = tasks.take()) {
       const int64_t group = task / num_parts, part = task % num_parts;
@@ -123,7 +123,7 @@ BATON_ENTRY const char* baton_linear(const void* x, int64_t M, int64_t x_row, co
     p.x = static_cast<const uint16_t*>(x), p.M = M, p.x_row = x_row;
     p.residual = static_cast<const uint16_t*>(residual), p.residual_row = residual_row;
     p.y = static_cast<uint16_t*>(y);
-    if (p.takes_codes()) return run<ByCodes<2>>(by_codes(p), num_threads);
+    if (p.takes_codes()) return run<ByCodes>(p, num_threads);
     with_way(weights, product, [&](auto way) { run<decltype(way)>(p, num_threads); });
   });
 }
@@ -133,18 +133,18 @@ BATON_ENTRY const char* baton_dequantised_rows(const void* panels, int64_t K, co
                                                int64_t T, float* y, const char* product, int num_threads) {
   return guarded([&] {
     const int64_t panel_bytes = K / kUnit * codes->unit_bytes();
-    const int num = std::string_view(product) == "widened" ? 1 : 2;
+    const bool is_rounded = std::string_view(product) != "widened";
     share_each(T, num_threads, [&](int64_t t) {
       const int64_t panel = rows[t] / kOutputs, output = rows[t] % kOutputs;
       const uint8_t* units = static_cast<const uint8_t*>(panels) + panel * panel_bytes;
       float* to = y + t * K;
-      Scaling<kOutputs> scaling;
+      Scaling scaling;
       for (int64_t k = 0, valid = 0; k < K; ++k) {
         if (k >= valid) valid = scaling.load_from(*codes, panel, k);
-        const int code = code_at(*codes, units + k / kUnit * codes->unit_bytes(), k % kUnit, output, num);
+        const int code = code_at(*codes, units + k / kUnit * codes->unit_bytes(), k % kUnit, output);
         to[k] = __builtin_fmaf(scaling.scales[output], float(code), scaling.offsets[output]);
       }
-      for (int64_t k = 0; num == 2 && k < K; k += kLanes) {
+      for (int64_t k = 0; is_rounded && k < K; k += kLanes) {
         uint16_t rounded[kLanes];
         store_floats(rounded, load<Floats>(to + k));
         store(to + k, load_floats(rounded));

@@ -21,9 +21,6 @@ constexpr int kTileInputs = 32;  // the inputs of a panel for tiles and pairs ar
 // Rows whose sums are held in registers, two registers each; at most kLanes.
 constexpr int kVectorRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
 
-// Rows that are multiplied by codes, at most, where more are multiplied in pairs or tiles of dequantised weights.
-constexpr int kCodeRows = 4;
-
 using Dequantise = void (*)(const Codes&, const uint8_t* panel_codes, int64_t panel, int64_t begin, int64_t end,
                             int64_t ahead, uint16_t* to);
 
@@ -41,17 +38,13 @@ struct LinearProblem {
   int64_t depth = 0;        // inputs of a panel: K, filled up to a whole number of tiles where tiles multiply
   int64_t panel_bytes = 0;  // bytes of these inputs' weights, as they are stored
   Codes codes{};            // of panels that hold codes
-  Dequantise dequantise = nullptr;  // of codes that are not multiplied as they are
+  int64_t code_rows = 0;            // rows that are multiplied by codes as they are, at most
+  Dequantise dequantise = nullptr;  // of codes, for more rows
 
-  // Returns whether codes are multiplied as they are, if many rows of them are not.
-  bool takes_codes() const { return dequantise && M <= kCodeRows; }
+  // Returns whether the rows are multiplied by codes as they are, and whether codes are dequantised for them.
+  bool takes_codes() const { return M <= code_rows; }
+  bool dequantises() const { return dequantise && !takes_codes(); }
 };
-
-// Returns the problem for ByCodes<2>.
-inline LinearProblem by_codes(LinearProblem p) {
-  p.dequantise = nullptr;
-  return p;
-}
 
 // How weights of one input become floats: kLanes of a panel's first half, and of its second.
 struct Bf16 {
@@ -377,7 +370,7 @@ template <class Way>
 void multiply_few(const LinearProblem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed,
                   int64_t first, int64_t last) {
   [[maybe_unused]] typename Way::Scope scope;
-  if (p.dequantise) return multiply_few_codes<Way>(p, blocks, packed, first, last);
+  if (p.dequantises()) return multiply_few_codes<Way>(p, blocks, packed, first, last);
   const int64_t num_blocks = int64_t(blocks.size()), input_bytes = p.panel_bytes / p.depth;
   for (int64_t panel = first; panel < last; ++panel) {
     const uint8_t* next = p.panels + std::min(panel + 1, last - 1) * p.panel_bytes;

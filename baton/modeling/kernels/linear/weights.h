@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <string_view>
 
 #include "common/entry.h"
@@ -11,6 +12,9 @@
 #include "linear/panels.h"
 
 namespace {
+
+// Rows that are multiplied by codes, at most, where more are multiplied in tiles or pairs of dequantised weights.
+constexpr int64_t kTileCodeRows = 4, kDotCodeRows = kFewRows;
 
 // Weights as entry points take them. P panels, K inputs, N outputs.
 struct Weights {
@@ -24,7 +28,8 @@ struct Weights {
   const Codes* codes;  // of panels that hold codes, or null
 };
 
-// Calls `run` with the way to multiply such weights that has this name in baton/modeling/kernels/products.py.
+// Calls `run` with the way to multiply such weights that has this name in baton/modeling/kernels/products.py. Codes are
+// dequantised for it, unless the rows are few enough for ByCodes.
 template <class Run>
 void with_way(const Weights& weights, std::string_view product, Run run) {
 #ifdef __AMX_BF16__
@@ -32,7 +37,6 @@ void with_way(const Weights& weights, std::string_view product, Run run) {
 #endif
   if (product == "dot") return weights.is_int8 ? run(InPairs<Int8>()) : run(InPairs<Bf16>());
   check(product == "widened", "this kernel does not multiply as ", product);
-  if (weights.codes) return run(ByCodes<1>());
   weights.is_int8 ? run(Widened<Int8>()) : run(Widened<Bf16>());
 }
 
@@ -54,7 +58,8 @@ inline LinearProblem of_weights(const Weights& weights, std::string_view product
     p.codes = *weights.codes;
     check(p.codes.bits == 4 || p.codes.bits == 6 || p.codes.bits == 8, "there are no codes of ", p.codes.bits, " bits");
     const Dequantise all[] = {dequantise<4>, dequantise<6>, dequantise<8>};
-    if (product != "widened") p.dequantise = all[p.codes.bits / 2 - 2];
+    p.dequantise = all[p.codes.bits / 2 - 2];
+    p.code_rows = product == "widened" ? std::numeric_limits<int64_t>::max() : product == "tiles" ? kTileCodeRows : kDotCodeRows;
     p.panel_bytes = p.depth / kUnit * p.codes.unit_bytes();
   }
   return p;
