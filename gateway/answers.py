@@ -158,18 +158,38 @@ class Chats(Writer):
 class _Offsets:
     """Computes the character offsets at which consecutive tokens begin in a text."""
 
-    def __init__(self, detokenizer: Detokenizer, start: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, detokenizer: Detokenizer, start: int) -> None:
         """Start at the character offset `start`, which is the offset of the first token. `detokenizer` converts tokens
         to text."""
+        self._tokenizer = tokenizer
         self._detokenizer = detokenizer
         self._next = start
 
-    def take(self, token_id: int) -> int:
-        """Return the character offset of the next token. If several tokens together form one character, all of them
-        have the offset of this character."""
+    def take(self, token_id: int) -> tuple[int, str]:
+        """Return the character offset of the next token, and the token's own text. If several tokens together form one
+        character, all of them have the offset of this character."""
         offset = self._next
         self._next += len(self._detokenizer.push(token_id))
-        return offset
+        return offset, self._tokenizer.token_text(token_id)
+
+
+class _EchoOffsets(_Offsets):
+    """Computes the character offsets of a prompt's tokens in the echoed prompt. The echo of token ids contains special
+    tokens. The echo of a text contains those that the client wrote, but not those that the tokenizer added."""
+
+    def __init__(self, tokenizer: Tokenizer, echo: str) -> None:
+        super().__init__(tokenizer, tokenizer.detokenizer(with_special=True), 0)
+        self._echo = echo
+
+    def take(self, token_id: int) -> tuple[int, str]:
+        """Return the character offset of the next token, and the token's own text. Special tokens that are not part of
+        the echo have no text."""
+        offset, own = self._next, self._tokenizer.token_text(token_id)
+        text = self._detokenizer.push(token_id)
+        found = (each for each in (text, text.removeprefix(" ")) if self._echo.startswith(each, offset))
+        echoed = next(found, text if own else "")  # a tokenizer may add a space at the start of a text
+        self._next += len(echoed)
+        return offset, own or echoed
 
 
 class Completions(Writer):
@@ -214,18 +234,19 @@ class Completions(Writer):
         scores: Object = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if number not in self._offsets:
             given = self.head.prompts[prompt]
-            self._add(scores, self._scored.get(prompt, ()), _Offsets(self.head.tokenizer.detokenizer(), 0))
-            self._offsets[number] = _Offsets(self.head.tokenizer.detokenizer(given.token_ids), len(given.echo))
+            self._add(scores, self._scored.get(prompt, ()), _EchoOffsets(self.head.tokenizer, given.echo))
+            detokenizer = self.head.tokenizer.detokenizer(given.token_ids)
+            self._offsets[number] = _Offsets(self.head.tokenizer, detokenizer, len(given.echo))
         self._add(scores, tokens, self._offsets[number])
         return scores
 
     def _add(self, scores: Object, tokens: Sequence[SampledToken], offsets: _Offsets) -> None:
         for token in tokens:
-            text = self.head.tokenizer.token_text(token.token_id)
+            offset, text = offsets.take(token.token_id)
             scores["tokens"].append(text)
             scores["token_logprobs"].append(token.logprob)
             scores["top_logprobs"].append(self._top(token, text))
-            scores["text_offset"].append(offsets.take(token.token_id))
+            scores["text_offset"].append(offset)
 
     def _top(self, token: SampledToken, text: str) -> dict[str, float] | None:
         """Return the logprobs of the most likely tokens, and of the token itself, by their texts. Of tokens with the

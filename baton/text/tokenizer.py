@@ -12,7 +12,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from enum import Enum, auto
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
@@ -203,9 +203,11 @@ class Tokenizer:
         becomes U+FFFD."""
         return text_after(self.decode, *self._within, [token_id])
 
-    def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(self, prompt_ids: Sequence[int] = (), *, with_special: bool = False) -> Detokenizer:
         """Return a new Detokenizer, which decodes the tokens of one stream incrementally. `prompt_ids` are the tokens
-        before the stream's first token."""
+        before the stream's first token. Special tokens are skipped unless `with_special` is True."""
+        if with_special:
+            return Detokenizer(partial(self.decode, with_special=True), self._is_unknown, prompt_ids)
         return Detokenizer(self.decode, self._is_silent, prompt_ids)
 
     @cached_property
@@ -215,7 +217,10 @@ class Tokenizer:
         return ids, self.decode(ids)
 
     def _is_silent(self, token_id: int) -> bool:
-        return token_id in self._special_ids or self._core.id_to_token(token_id) is None
+        return token_id in self._special_ids or self._is_unknown(token_id)
+
+    def _is_unknown(self, token_id: int) -> bool:
+        return self._core.id_to_token(token_id) is None
 
     def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, options: Mapping[str, Any]) -> str:
         try:

@@ -73,7 +73,8 @@ class RequestReader:
         validator.check_sampling(params, len(prompt_ids))
         echo = ""
         if message.echo:
-            echo = message.prompt.decode() if message.HasField("prompt") else validator.tokenizer.decode(prompt_ids)
+            is_text, decode = message.HasField("prompt"), validator.tokenizer.decode
+            echo = message.prompt.decode() if is_text else decode(prompt_ids, with_special=True)
         outputs = tuple(tuple(output.token_ids) for output in message.outputs)
         return Request(
             request_id=RequestId(message.request_id or uuid.uuid4().hex),

@@ -16,7 +16,7 @@ from tests.support.clusters.clients import HOST, Answer
 from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.engines.generation import prefilled, prompt, reference_ids
 from tests.support.eventually import eventually
-from tests.support.models.tiny_tokenizer import ids_of, text_of
+from tests.support.models.tiny_tokenizer import BOS_ID, ids_of, text_of
 
 pytestmark = pytest.mark.integration
 
@@ -134,8 +134,8 @@ async def test_echo_begins_each_choice_with_the_prompt(running: BareCluster, cli
     output = await client.generate("Hello there", echo=True, params=replace(PARAMS, n=2)).collect()
     ids = [reference_ids(running.decoder, ids_of("Hello there"), PARAMS.of_choice(choice)) for choice in range(2)]
     assert [choice.text for choice in output.choices] == ["Hello there" + text_of(each) for each in ids]
-    output = await client.generate(token_ids=ids_of("abc"), echo=True, params=replace(PARAMS, n=1)).collect()
-    assert output.text.startswith("abc")
+    output = await client.generate(token_ids=[BOS_ID, *ids_of("abc")], echo=True, params=replace(PARAMS, n=1)).collect()
+    assert output.text.startswith("<s>abc")
 
 
 async def test_echo_of_a_chat_is_refused(client: AsyncClient) -> None:

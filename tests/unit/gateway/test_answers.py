@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 
-from baton.results.completion import Choice, Completion
+from baton.results.completion import Choice, Completion, ModelInfo
 from baton.text.stop_strings import StopStrings
 from baton.text.stream import TextStream
 from baton.text.tokenizer import Tokenizer
 from baton.types import FinishReason, SampledToken, TokenEvent, TokenLogprob
 from gateway.answers import Chats, Completions, Head, Object, Writer
+from gateway.bodies import CompletionBody
 from gateway.chat_answers import ParsedChats
 from gateway.parsing.output import OutputRules
-from gateway.reading import Prompt
+from gateway.reading import Prompt, Reader
 from tests.support.models.tiny_tokenizer import ids_of, letter_tokenizer
 from tests.support.models.tokenizers import sentencepiece_core, sentencepiece_tokens, write_folder
 
@@ -111,6 +112,34 @@ def test_a_stream_s_logprobs_are_those_of_the_whole_answer(sentencepiece: Tokeni
         assert found == [{name: each[name] for name in ("text", "logprobs")} for each in whole["choices"]]
         start = len(prompt) and len(echo)
         assert found[1]["logprobs"]["text_offset"][len(prompt) :] == [start + each for each in offsets]
+
+
+HELLO = sentencepiece_tokens().index("\u2581hello")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "echo", "tokens", "offsets"),
+    [
+        ([1, HELLO], "<s> hello", ["<s>", " hello"], [0, 3]),
+        ([HELLO, 2, 1, HELLO], "hello</s><s> hello", [" hello", "</s>", "<s>", " hello"], [0, 5, 9, 12]),
+        ("hello", "hello", ["", " hello"], [0, 0]),
+        ("hello</s>a<s>", "hello</s>a<s>", ["", " hello", "</s>", "a", "<s>"], [0, 0, 5, 9, 10]),
+        ([*bytes_of("\u65e5"), 1], "\u65e5<s>", ["\ufffd"] * 3 + ["<s>"], [0, 0, 0, 1]),
+    ],
+)
+def test_offsets_of_a_prompt_count_the_text_that_is_echoed(
+    sentencepiece: Tokenizer, prompt: str | list[int], echo: str, tokens: list[str], offsets: list[int]
+) -> None:
+    body = CompletionBody(prompt=prompt, echo=True, logprobs=0)
+    model = ModelInfo("m", 500, sentencepiece.vocab_size, "float32", False, "layout")
+    (read,) = Reader(sentencepiece, model).completion(body).prompts
+    head = Head("id", 1, "m", 1, sentencepiece, (read,), has_logprobs=True)
+    choice = Choice(0, " hello", scored([HELLO]), None)
+    answer = Completion("id", (choice,), scored(read.token_ids), "m", 1, True, 2, None, None, 0)
+    (found,) = Completions(head).whole([answer])["choices"]
+    assert found["text"] == f"{echo} hello"
+    assert found["logprobs"]["tokens"] == [*tokens, " hello"]
+    assert found["logprobs"]["text_offset"] == [*offsets, len(echo)]
 
 
 @pytest.mark.parametrize(
