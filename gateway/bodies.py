@@ -251,6 +251,7 @@ class TokenizeBody(BaseModel):
     prompt: str | None = None
     messages: Messages | None = None
     tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -23,6 +23,11 @@ class UnreadableBodyError(errors.InvalidArgumentError):
     """Raised if the headers of a request declare a body that is not plain JSON."""
 
 
+class UnsupportedFieldError(errors.InvalidArgumentError):
+    """Raised if a body has a field that its path does not support. The error's text begins with the client's name of
+    the field."""
+
+
 class ContextTooLongError(errors.InvalidArgumentError):
     """Raised if a prompt, alone or with the requested output, has more tokens than the model's context. Clients
     recognize this error by its code, and may shorten the conversation."""
@@ -75,6 +80,8 @@ class FieldNames:
 
     def text(self, error: BatonError) -> str:
         """Return the text of `error`, with the names of fields replaced by those that the client uses."""
+        if isinstance(error, UnsupportedFieldError):
+            return str(error)
         known = "|".join(map(re.escape, sorted(self.renamed, key=len, reverse=True)))
         ours = rf"(?:^(?:sampling\.)?|(?<![\w/'\"])sampling\.)(?:({known})(?!\w))?"
         return re.sub(ours, lambda found: self.renamed.get(found[1] or "", ""), str(error))

@@ -117,7 +117,7 @@ class Reader:
         if body.prompt is not None and body.messages is None:
             return self._encoded("prompt", body.prompt, self.tokenizer.encode)
         if body.prompt is None and body.messages is not None:
-            tools = offered(body.tools, None)
+            tools = offered(body.tools, body.tool_choice)
             rendered = self._rendered(body, body.messages, tools)
             return self._encoded("messages", rendered, self.tokenizer.encode_rendered)
         raise InvalidArgumentError("prompt and messages: give one of them")

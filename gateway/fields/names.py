@@ -4,7 +4,7 @@ chat request. The client must see the names of the fields that it has sent. The 
 from gateway.bodies import ChatBody, CompletionBody, SamplingBody, TokenizeBody
 from gateway.errors import FieldNames
 from gateway.fields.structured import form_names
-from gateway.fields.unsupported import UNSUPPORTED
+from gateway.fields.unsupported import REFUSED
 from gateway.tools.choice import parameter_names
 
 
@@ -28,4 +28,4 @@ def tokenize_names(body: TokenizeBody) -> FieldNames:
 
 
 def _names(body: SamplingBody | TokenizeBody, renamed: dict[str, str]) -> FieldNames:
-    return FieldNames({*type(body).model_fields, *UNSUPPORTED}, renamed)
+    return FieldNames({*type(body).model_fields, *REFUSED}, renamed)

@@ -56,6 +56,15 @@ class TextConfig(BaseModel):
     format: TextFormat | None = None
 
 
+class ReasoningConfig(BaseModel):
+    """Options for the model's reasoning."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    effort: str | None = None
+    summary: str | None = None
+
+
 class ResponsesBody(SamplingBody):
     """Body of POST /v1/responses."""
 
@@ -79,7 +88,5 @@ class ResponsesBody(SamplingBody):
     """Arbitrary pairs of names and texts that are stored with the response and returned in it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Additional variables for the model's chat template, such as `enable_thinking`."""
-    truncation: Literal["auto", "disabled"] | None = None
-    background: bool | None = None
-    conversation: str | dict[str, Any] | None = None
-    prompt: dict[str, Any] | None = None
+    reasoning: ReasoningConfig | None = None
+    """Accepted and returned in the response. The model's chat template decides on reasoning."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from baton.results.completion import Usage
 from gateway.answers import Object
-from gateway.responses.bodies import ResponsesBody
+from gateway.responses.bodies import ReasoningConfig, ResponsesBody
 
 
 @dataclass
@@ -70,7 +70,7 @@ class ResponseHead:
             "output": output,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": (body.reasoning or ReasoningConfig()).model_dump(),
             "store": body.store is not False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": {"type": "text"} if body.text is None else _format(body)},

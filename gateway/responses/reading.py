@@ -18,9 +18,9 @@ from gateway.bodies import (
     ToolCall,
 )
 from gateway.conversations import text_of
-from gateway.errors import FieldNames
+from gateway.errors import FieldNames, UnsupportedFieldError
 from gateway.fields.structured import form_names
-from gateway.fields.unsupported import UNSUPPORTED, refuse_unsupported
+from gateway.fields.unsupported import REFUSED, refuse_unsupported
 from gateway.responses.bodies import Item, NamedFunction, ResponsesBody
 from gateway.tools.choice import parameter_names
 
@@ -42,12 +42,6 @@ _PLACES = (
     ("function.parameters", "parameters"),
 )
 """Pairs of field paths: the path in a chat's body, and the corresponding path in a response's body."""
-_REFUSED = (
-    ("background", "the answer comes while the client waits"),
-    ("conversation", "use previous_response_id"),
-    ("prompt", "use instructions and input"),
-    ("response_format", "use text.format"),
-)
 
 
 def items_of(body: ResponsesBody) -> list[Item]:
@@ -60,11 +54,8 @@ def chat_of(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
     """Return the body of a chat that corresponds to the body of a response. `items` are all items of the conversation,
     old and new. Raises InvalidArgumentError for values that are wrong or not supported."""
     refuse_unsupported(body, adds_special_tokens=False)
-    for name, why in _REFUSED:
-        if getattr(body, name):
-            raise InvalidArgumentError(f"{name} is not supported: {why}; leave it out")
-    if body.truncation == "auto":
-        raise InvalidArgumentError("truncation = 'auto' is not supported: nothing is dropped; send a shorter input")
+    if body.response_format:
+        raise UnsupportedFieldError("response_format is not supported: use text.format; leave it out")
     if body.n not in (None, 1):
         raise InvalidArgumentError("n is not supported: a response is one answer; send the request again for another")
     messages = messages_of(items)
@@ -91,7 +82,7 @@ def response_names(body: ResponsesBody) -> FieldNames:
     form = parameter_names(tools, choice) or form_names(body)
     for of_chat, own in _PLACES:
         form = {ours: theirs.replace(of_chat, own) for ours, theirs in form.items()}
-    return FieldNames({*ResponsesBody.model_fields, *UNSUPPORTED}, _NAMES | form)
+    return FieldNames({*ResponsesBody.model_fields, *REFUSED}, _NAMES | form)
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:

@@ -163,6 +163,16 @@ def test_a_prompt_ends_as_it_is_asked_to(family: str, fields: dict[str, Any], en
     assert reader.chat(ChatBody.model_validate({"messages": said} | fields)).prompts[0].token_ids == ids
 
 
+@pytest.mark.parametrize("choice", ["none", "auto"])
+def test_a_chat_is_counted_with_the_tools_that_it_offers(choice: str, tmp_path: Path) -> None:
+    reader = reader_of(tmp_path, TEMPLATES["hermes"])
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools, "tool_choice": choice}
+    ids = reader.tokenize(TokenizeBody.model_validate(asked))
+    assert reader.chat(ChatBody.model_validate(asked)).prompts[0].token_ids == ids
+    assert ("weather" in reader.tokenizer.decode(ids)) is (choice == "auto")
+
+
 @pytest.mark.parametrize(
     ("text", "is_open"), [("<think>\nHm", True), ("<think>\nHm</think>\nYes", False), ("Yes", False)]
 )

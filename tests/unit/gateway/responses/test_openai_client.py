@@ -70,6 +70,7 @@ async def test_a_text_comes_in_the_sequence_of_events_that_clients_know(tmp_path
             *("output_text.done", "content_part.done", "output_item.done", "completed"),
         ]
         assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "Hello"
+        assert whole.reasoning is not None and whole.reasoning.effort is None
         assert without_ids(events[-1].response) == without_ids(whole)
         assert len({event.item_id for event in events if hasattr(event, "item_id")}) == 1
 
@@ -115,6 +116,13 @@ async def test_reasoning_is_an_item_of_its_own(tmp_path: Path) -> None:
         assert events[-1].response.usage.output_tokens_details.reasoning_tokens == 2
         kinds = [each.type for each in events]
         assert kinds.index("response.reasoning_text.done") < kinds.index("response.output_text.delta")
+
+
+async def test_options_of_reasoning_are_repeated(tmp_path: Path) -> None:
+    async with answering(tmp_path, "Yes") as (http, _):
+        made = await http.openai.responses.create(**ASKED, reasoning={"effort": "low", "summary": "auto"})
+        assert made.reasoning is not None
+        assert (made.reasoning.effort, made.reasoning.summary) == ("low", "auto")
 
 
 async def test_instructions_are_of_one_answer_alone(tmp_path: Path) -> None:
@@ -271,3 +279,5 @@ async def test_what_is_wrong_is_named(wrong: dict[str, Any], param: str, tmp_pat
             await http.openai.post("/responses", body=ASKED | wrong, cast_to=object)
         assert refused.value.param == param, str(refused.value)
         assert not service.requests
+    ({"max_tokens": 5}, "max_tokens"),
+    ({"logprobs": True}, "logprobs"),
