@@ -2,9 +2,10 @@
 
 If the model must call a tool, its output is constrained to a JSON list of calls. The arguments of each call match the
 JSON schema of the function's parameters. This applies to all model families, although they usually write calls in other
-formats. References in the function's schema are rewritten, because the schema becomes a part of another one.
+formats. The function's schema gets a base URI, because the schema becomes a part of another one.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +13,11 @@ from baton.errors import InvalidArgumentError
 from baton.sampling_params import StructuredOutput, structured_from_option
 from gateway.bodies import NamedTool, Tool
 
+_ARGUMENTS = "/properties/arguments"
 _LITERALS = ("const", "enum", "default", "examples")
 """JSON schema keywords whose values are literals and not schemas."""
+_ABSOLUTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:(?!//json-schema\.org/)")
+"""Beginning of an absolute URI. The compiler knows the schemas of json-schema.org."""
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """JSON schema keywords whose values map arbitrary names to schemas. The names are not keywords."""
 
@@ -61,9 +65,9 @@ def parameter_names(tools: Sequence[Tool], choice: str | NamedTool | None) -> di
     client's request. Empty when no call is required."""
     called = _called(tools, choice)
     places = {
-        f"structured_output.json is not supported at {_place(place)}": f"tools[{number}].function.parameters is not "
-        "supported at #"
+        f"structured_output.json is not supported at {at}": f"tools[{number}].function.parameters is not supported at #"
         for place, number in enumerate(called)
+        for at in (_place(place), _place(place).removesuffix(_ARGUMENTS))
     }
     return places | {"structured_output.json": "tools", "structured_output": "tools"} if called else {}
 
@@ -76,7 +80,7 @@ def _called(tools: Sequence[Tool], choice: str | NamedTool | None) -> list[int]:
 
 def _place(place: int) -> str:
     """Return where in the form the arguments of a call are, which is number `place` of the allowed ones."""
-    return f"#/items/anyOf/{place}/properties/arguments"
+    return f"#/items/anyOf/{place}{_ARGUMENTS}"
 
 
 def _call(tool: Tool, place: int) -> dict[str, Any]:
@@ -86,36 +90,42 @@ def _call(tool: Tool, place: int) -> dict[str, Any]:
         "type": "object",
         "properties": {
             "name": {"const": tool.function.name},
-            "arguments": rebased(parameters, _place(place)),
+            "arguments": _document(parameters, place),
         },
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
 
 
-def rebased(schema: Any, pointer: str) -> Any:
-    """Return a copy of a JSON schema for use inside another document. References within the schema are rewritten.
-    `pointer` is the JSON pointer of the schema in the other document. A part with an `$id` counts as a document of its
-    own, and is not changed. Raises InvalidArgumentError if the schema is nested too deeply."""
+def _document(parameters: dict[str, Any], place: int) -> dict[str, Any]:
+    """Return a copy of a function's parameters as a JSON schema document of its own within the form. References within
+    the parameters keep their meaning, because they are relative to the document's `$id`, which contains `place`."""
+    base = f"tool://{place}/"
     try:
-        return _rebased(schema, pointer)
+        made = _renamed(parameters, base)
     except RecursionError as error:
         raise InvalidArgumentError("tools: the parameters of a function are nested too deeply: flatten them") from error
+    given = str(made.get("$id", ""))
+    uri = given if given.startswith(base) else base + given
+    of_draft_4 = {"id": uri} if "draft-04/" in str(made.get("$schema")) else {}
+    return {**made, "$id": uri, **of_draft_4}
 
 
-def _rebased(schema: Any, pointer: str) -> Any:
+def _renamed(schema: Any, base: str) -> Any:
+    """Return a copy of a JSON schema in which absolute URIs of its parts begin with `base`. Other functions may give
+    the same URIs to other schemas."""
     if isinstance(schema, list):
-        return [_rebased(each, pointer) for each in schema]
-    if not isinstance(schema, dict) or isinstance(schema.get("$id"), str):
+        return [_renamed(each, base) for each in schema]
+    if not isinstance(schema, dict):
         return schema
     found = dict[str, Any]()
     for name, value in schema.items():
-        if name == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
-            found[name] = pointer + value[1:]
+        if name in ("$id", "$ref") and isinstance(value, str) and _ABSOLUTE.match(value):
+            found[name] = base + value.replace("://", "/")
         elif name in _LITERALS:
             found[name] = value
         elif name in _NAMED and isinstance(value, dict):
-            found[name] = {key: _rebased(each, pointer) for key, each in value.items()}
+            found[name] = {key: _renamed(each, base) for key, each in value.items()}
         else:
-            found[name] = _rebased(value, pointer)
+            found[name] = _renamed(value, base)
     return found

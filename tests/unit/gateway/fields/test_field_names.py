@@ -59,6 +59,12 @@ CASES: list[tuple[FieldNames, str, str, str | None]] = [
     (chat(), "sampling.logprobs = 21", "top_logprobs = 21", "top_logprobs"),
     (chat(response_format=FORM), f"{JSON} is not", "response_format.json_schema.schema is not", "response_format"),
     (chat(**NAMED), f"{IN_CALL}/anyOf/1: x", "tools[1].function.parameters is not supported at #/anyOf/1: x", "tools"),
+    (
+        chat(**NAMED),
+        f"{JSON} is not supported at #/items/anyOf/0: Pointer '/x' does not exist",
+        "tools[1].function.parameters is not supported at #: Pointer '/x' does not exist",
+        "tools",
+    ),
     (chat(tools=TOOLS, tool_choice="required"), f"{JSON} has 9 bytes", "tools has 9 bytes", "tools"),
     (chat(tools=TOOLS, response_format=FORM), f"{JSON} x", "response_format.json_schema.schema x", "response_format"),
     (response(), "sampling.max_tokens = 0", "max_output_tokens = 0", "max_output_tokens"),

@@ -1,15 +1,21 @@
 """The form of an output that must call tools: what it allows is read as calls, and nothing else is allowed."""
 
+import json
+from itertools import product
 from typing import Any
 
 import pytest
 
+from baton.errors import InvalidArgumentError
+from baton.limits import MAX_REFERENCES
+from baton.sampling_params import StructuredOutput
+from baton.text.form_bounds import check_bounds
 from baton.text.grammars import Grammars
 from gateway.bodies import ChatBody
 from gateway.chat_answers import Gathered
 from gateway.parsing.call_formats import OBLIGED
 from gateway.parsing.output import OutputRules
-from gateway.tools.choice import obliged_form, rebased
+from gateway.tools.choice import obliged_form
 from tests.support.models.tiny_tokenizer import EOS_ID, ids_of, letter_tokenizer
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
@@ -74,8 +80,8 @@ def test_a_choice_that_obliges_to_nothing_has_no_form(choice: Any) -> None:
     assert obliged_form(body.tools or (), body.tool_choice) is None
 
 
-def choosing(parameters: list[dict[str, Any]], text: str) -> int:
-    """Characters of a call of the last of some functions with these parameters that are let through, with its end."""
+def form_of(parameters: list[dict[str, Any]]) -> StructuredOutput:
+    """The form of calls of functions f0, f1 and so on with these parameters."""
     tools = [
         {"type": "function", "function": {"name": f"f{number}", "parameters": each}}
         for number, each in enumerate(parameters)
@@ -83,46 +89,81 @@ def choosing(parameters: list[dict[str, Any]], text: str) -> int:
     body = ChatBody.model_validate({"messages": [], "tools": tools, "tool_choice": "required"})
     form = obliged_form(body.tools or (), body.tool_choice)
     assert form is not None
-    matcher = Grammars(letter_tokenizer().to_json, (EOS_ID,)).compile(form).matcher()
-    return matcher.num_allowed(ids_of(f'[{{"name": "f{len(parameters) - 1}", "arguments": {text}}}]'))
+    return form
 
 
-def with_definition(keyword: str, values: list[str]) -> dict[str, Any]:
-    reference = {"$ref": f"#/{keyword}/A"}
-    definitions = {keyword: {"A": {"enum": values}}}
-    return {
-        "type": "object",
-        "properties": {"a": reference},
+def allowed(parameters: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    """Which values of "a" calls of functions with these parameters may have, of "x" and "y"."""
+    grammar = Grammars(letter_tokenizer().to_json, (EOS_ID,)).compile(form_of(parameters))
+    found = []
+    for number, value in product(range(len(parameters)), "xy"):
+        text = f'[{{"name": "f{number}", "arguments": {{"a": "{value}"}}}}]'
+        if grammar.matcher().num_allowed([*ids_of(text), EOS_ID]) == len(text) + 1:
+            found.append((number, value))
+    return found
+
+
+DRAFT_4, DRAFT_7 = (f"http://json-schema.org/draft-0{number}/schema#" for number in (4, 7))
+DRAFT_2020 = "https://json-schema.org/draft/2020-12/schema"
+
+
+@pytest.mark.parametrize(
+    ("reference", "definition", "more"),
+    [
+        ("#/$defs/A", {}, {}),
+        *(("#/$defs/A", {}, {"$schema": draft}) for draft in (DRAFT_4, DRAFT_7, DRAFT_2020)),
+        ("#/$defs/A", {}, {"$schema": DRAFT_7, "$id": "http://x/y.json"}),
+        *(("#/$defs/A", {}, {"$id": own}) for own in ("urn:x", "y.json", "")),
+        ("http://x/y.json#/$defs/A", {}, {"$id": "http://x/y.json"}),
+        ("y.json#/$defs/A", {}, {"$id": "http://x/y.json"}),
+        ("urn:a", {"$id": "urn:a"}, {}),
+        ("#A", {"$anchor": "A"}, {}),
+    ],
+)
+def test_references_are_followed_also_where_two_functions_give_a_name_to_different_schemas(
+    reference: str, definition: dict[str, Any], more: dict[str, Any]
+) -> None:
+    both = [
+        {
+            **more,
+            "type": "object",
+            "properties": {"a": {"$ref": reference}},
+            "required": ["a"],
+            "$defs": {"A": definition | {"enum": [value]}},
+        }
+        for value in "xy"
+    ]
+    assert allowed(both) == [(0, "x"), (1, "y")]
+    assert allowed(both[:1]) == [(0, "x")]
+
+
+def test_definitions_of_earlier_drafts_are_followed() -> None:
+    schema = {
+        "properties": {"a": {"$ref": "#/definitions/A"}},
         "required": ["a"],
-        "additionalProperties": False,
-        **definitions,
+        "definitions": {"A": {"enum": ["y"]}},
     }
-
-
-@pytest.mark.parametrize("keyword", ["$defs", "definitions"])
-def test_references_within_parameters_are_followed_also_where_two_functions_define_a_name(keyword: str) -> None:
-    both = [with_definition(keyword, ["x"]), with_definition(keyword, ["y"])]
-    whole = len('[{"name": "f1", "arguments": {"a": "y"}}]')
-    assert choosing(both, '{"a": "y"}') == whole
-    assert choosing(both, '{"a": "x"}') < whole
+    assert allowed([schema]) == [(0, "y")]
 
 
 def test_a_reference_may_lead_to_a_property_or_to_the_whole() -> None:
-    tree = {"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False}
-    text = '{"next": {"next": {}}}'
-    assert choosing([tree], text) == len(f'[{{"name": "f0", "arguments": {text}}}]')
-    twice = {
-        "type": "object",
-        "properties": {"b": {"enum": ["z"]}, "$ref": {"$ref": "#/properties/b"}},
-        "required": ["b", "$ref"],
-        "additionalProperties": False,
-    }
-    text = '{"b": "z", "$ref": "z"}'
-    assert choosing([twice], text) == len(f'[{{"name": "f0", "arguments": {text}}}]')
+    tree = {"properties": {"a": {"enum": ["x"]}, "next": {"$ref": "#"}}, "required": ["a"]}
+    assert allowed([tree]) == [(0, "x")]
+    twice = {"properties": {"b": {"enum": ["y"]}, "a": {"$ref": "#/properties/b"}}, "required": ["a"]}
+    assert allowed([twice]) == [(0, "y")]
 
 
-def test_what_looks_like_a_reference_in_a_value_stays() -> None:
-    schema = {"const": {"$ref": "#/x"}, "default": {"$ref": "#"}}
-    assert rebased(schema, "#/y") == schema
-    own = {"$id": "urn:x", "properties": {"a": {"$ref": "#/$defs/A"}}}
-    assert rebased({"anyOf": [own, {"$ref": "#/b"}]}, "#/y") == {"anyOf": [own, {"$ref": "#/y/b"}]}
+def test_what_looks_like_a_reference_in_a_value_or_a_name_stays() -> None:
+    properties = {"$ref": {"type": "string"}, "$id": {"const": {"$ref": "urn:x"}}}
+    (call,) = json.loads(form_of([{"properties": properties, "default": {"$id": "urn:x"}}]).json or "")["items"][
+        "anyOf"
+    ]
+    arguments = call["properties"]["arguments"]
+    assert (arguments["properties"], arguments["default"]) == (properties, {"$id": "urn:x"})
+
+
+def test_a_chain_of_references_in_parameters_is_bounded_as_in_other_forms() -> None:
+    definitions: dict[str, Any] = {f"d{n}": {"items": {"$ref": f"#/$defs/d{n + 1}"}} for n in range(MAX_REFERENCES + 2)}
+    chain = {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": definitions | {f"d{MAX_REFERENCES + 2}": {}}}
+    with pytest.raises(InvalidArgumentError, match="references lead from one to the next"):
+        check_bounds(form_of([{}, chain]))
