@@ -7,8 +7,10 @@ spaces. This limit prevents a model from writing spaces forever.
 """
 
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, TypeGuard
 
 from llguidance import LLMatcher
@@ -34,6 +36,8 @@ _SAYS_NOTHING: dict[str, tuple[object, ...]] = {
 with one of these values, with which the keyword has no effect."""
 _LITERALS = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 """JSON Schema type that corresponds to each Python type of a literal."""
+_NUMBERS = {"integer", "number"}
+_Bound = tuple[float, int]
 _LOCATING_S = 0.2
 """Maximum processor time in seconds for locating a problem in a schema. After this time, the best location that was
 found so far is reported."""
@@ -101,16 +105,38 @@ def _simplified(schema: Schema) -> Schema:
 
 
 def _exclude_each_other(schemas: Sequence[object]) -> bool:
-    """Return whether no value can satisfy two of the schemas, judging only by their constants,
-    enumerations and types."""
+    """Return whether no value can satisfy two of the schemas, judging only by their constants, enumerations, types, and
+    ranges of numbers."""
     values, types = list[tuple[str, object]](), list[str]()
+    ranges, of_ranges = list[tuple[_Bound, _Bound]](), set[str]()
     for each in schemas:
         schema = each if isinstance(each, dict) else {}
         found = _values(schema)
         values += found
-        types += () if found else _types(schema)
+        allowed = set() if found else _types(schema)
+        if allowed and allowed <= _NUMBERS:
+            ranges.append(_range(schema))
+            of_ranges |= allowed
+        else:
+            types += allowed
+    types += of_ranges
+    ranges.sort()
+    if any(high >= low for (_, high), (low, _) in pairwise(ranges)):
+        return False
     of_values = {type_ for type_, _ in values}
     return len(set(values)) == len(values) and len(set(types)) == len(types) and of_values.isdisjoint(types)
+
+
+def _range(schema: Schema) -> tuple[_Bound, _Bound]:
+    """Return the lower and the upper bound of the numbers that a schema allows. In each bound, the second number is 0
+    if the bound itself is allowed. Two ranges are disjoint if the upper bound of one is less than the lower bound of
+    the other."""
+
+    def bound(name: str, default: float) -> float:
+        return schema[name] if type(schema.get(name)) in (int, float) else default
+
+    low = max((bound("minimum", -math.inf), 0), (bound("exclusiveMinimum", -math.inf), 1))
+    return low, min((bound("maximum", math.inf), 0), (bound("exclusiveMaximum", math.inf), -1))
 
 
 def _values(schema: Schema) -> set[tuple[str, object]]:

@@ -10,6 +10,14 @@ from baton.text.json_schemas import schema_grammar
 
 KEYED = {"type": "object", "properties": {"k": {"type": "string"}}, "required": ["k"]}
 
+RANGES: list[dict[str, Any]] = [
+    {"type": "integer", "minimum": 6, "maximum": 9},
+    {"type": "number", "exclusiveMaximum": 5, "minimum": 2.5},
+    {"type": "integer", "minimum": 5, "exclusiveMaximum": 6},
+    {"type": "number", "exclusiveMinimum": 9},
+    {"type": ["string", "null"]},
+]
+
 
 @pytest.mark.parametrize(
     ("schema", "same"),
@@ -19,6 +27,7 @@ KEYED = {"type": "object", "properties": {"k": {"type": "string"}}, "required": 
         ({"oneOf": [{"const": 1}, {"const": 2}]}, {"anyOf": [{"const": 1}, {"const": 2}]}),
         ({"oneOf": [{"const": 1}, {"enum": [2.5, "a"]}]}, {"anyOf": [{"const": 1}, {"enum": [2.5, "a"]}]}),
         ({"oneOf": [{"type": "integer"}, {"const": 1.5}]}, {"anyOf": [{"type": "integer"}, {"const": 1.5}]}),
+        ({"oneOf": RANGES}, {"anyOf": RANGES}),
         ({"oneOf": [{"const": True}, {"const": 1}]}, {"anyOf": [{"const": True}, {"const": 1}]}),
         (
             {"properties": {"a": {"oneOf": [KEYED, {"type": ["null", "number"]}]}}},
@@ -45,6 +54,12 @@ def test_properties_may_have_the_names_of_keywords() -> None:
         {"oneOf": [{"const": 1}, {"type": "number"}]},
         {"oneOf": [{"type": "integer"}, {"type": "number"}]},
         {"oneOf": [{"const": [1]}, {"const": [1.0]}]},
+        {"oneOf": [{"type": "integer", "maximum": 5}, {"type": "number", "minimum": 5}]},
+        {"oneOf": [{"type": "integer", "exclusiveMaximum": 5}, {"type": "integer", "minimum": 4}]},
+        {"oneOf": [{"type": "integer", "maximum": 5}, {"type": ["integer", "null"], "minimum": 6}]},
+        {"oneOf": [{"type": "integer", "minimum": 1, "maximum": 9}, {"type": "integer", "minimum": 3, "maximum": 4}]},
+        {"oneOf": [{"maximum": 5}, {"minimum": 6}]},
+        {"oneOf": [{"type": "integer", "maximum": 5}, {"const": 7}]},
         {"oneOf": [{"const": 1}, {"const": 2}, {}]},
         {"oneOf": [{"const": 1}, {"const": 2}, True]},
         {"oneOf": [{"const": 1}, {"const": 2}], "anyOf": [{"const": 1}]},
