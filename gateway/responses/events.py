@@ -28,6 +28,7 @@ class ResponseEvents:
         """Output items that are complete."""
         self._head = head
         self._parser = rules.parser()
+        self._is_calls_alone = rules.format is not None and rules.format.is_all
         self._token_text = token_text
         self._has_logprobs = has_logprobs
         self._item: OutputItem | None = None
@@ -57,7 +58,7 @@ class ResponseEvents:
         """Yield the events after the last token. The last of them contains the whole response."""
         is_cut = self._finish is FinishReason.LENGTH
         status = "incomplete" if is_cut else "completed"
-        if self._item is None and not self.output:
+        if self._item is None and not self.output and not self._is_calls_alone:
             yield from self._open("message")
         yield from self._close(status)
         response = self._head.object(

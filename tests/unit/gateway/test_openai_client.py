@@ -2,17 +2,20 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from enum import Enum
+from typing import Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from baton import AsyncClient
 from baton.text.tokenizer import Tokenizer
 from tests.support.clusters.clients import HOST
 from tests.support.clusters.cluster import cluster
 from tests.support.eventually import eventually
-from tests.support.models.tiny_tokenizer import chat_letters, ids_of
+from tests.support.models.tiny_tokenizer import chat_letters, ids_of, write_letters
+from tests.support.models.tokenizers import CHAT_TEMPLATE
 from tests.support.wire.http_gateway import Http, http_gateway
 
 pytestmark = pytest.mark.integration
@@ -213,3 +216,97 @@ async def test_what_is_wrong_is_named(tokenizer: Tokenizer) -> None:
             assert (refused.value.param, refused.value.type) == (param, "invalid_request_error"), str(refused.value)
             assert "sampling" not in str(refused.value)
             assert refused.value.code == ("context_length_exceeded" if 10_000 in wrong.values() else None)
+
+
+NOT: dict[str, Any] = {"not": {"type": "string"}}
+FORM: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "n", "schema": NOT}}
+WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""}, "prompt is empty"),
+    ({"prompt": ["a", ""]}, "prompt is empty"),
+    ({"prompt": "a" * 10_000}, "prompt has 10000 tokens"),
+    ({"logprobs": 21}, "logprobs = 21"),
+    ({"guided_json": NOT}, "guided_json is not supported at #"),
+    ({"guided_json": "{"}, "guided_json is not valid JSON"),
+    ({"guided_regex": "("}, "guided_regex cannot be compiled"),
+    ({"guided_grammar": "start: x"}, "guided_grammar cannot be compiled"),
+    ({"guided_choice": []}, "guided_choice sets nothing"),
+    ({"guided_regex": "a", "min_tokens": 2}, "min_tokens = 2 with guided_regex"),
+    ({"structured_outputs": {"json": NOT}}, "structured_outputs.json is not supported at #"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex cannot be compiled"),
+    ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar cannot be compiled"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos = True with structured_outputs"),
+    ({"response_format": FORM}, "response_format.json_schema.schema is not supported at #"),
+    ({"max_completion_tokens": 5}, "max_completion_tokens is not supported: use max_tokens"),
+]
+
+
+async def test_what_the_server_refuses_is_named_as_the_client_named_it(tokenizer: Tokenizer) -> None:
+    async with served(tokenizer) as (http, _, name):
+        for wrong, text in WRONG_COMPLETIONS:
+            with pytest.raises(openai.BadRequestError) as refused:
+                await http.openai.post("/completions", body={"model": name, "prompt": PROMPT} | wrong, cast_to=object)
+            error: Any = refused.value.body
+            assert error["message"].startswith(text) and "sampling" not in error["message"], error
+            assert "structured_output " not in error["message"] and error["param"] == text.split()[0].split(".")[0]
+
+
+class City(BaseModel):
+    """A nested model, which pydantic puts into `$defs`."""
+
+    name: Literal["Paris", "Rome"]
+
+
+class Kind(Enum):
+    """An enumeration, which pydantic puts into `$defs`."""
+
+    SHORT = "short"
+    LONG = "long"
+
+
+class Trip(BaseModel):
+    """A function's parameters with references."""
+
+    to: City
+    kind: Kind
+
+
+class Stay(BaseModel):
+    """Parameters of another function, with the same definition of `City`."""
+
+    kind: Literal["hotel"]
+    city: City
+
+
+@pytest.fixture(scope="module")
+def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """The letters with a chat template that says that it supports tools."""
+    folder = write_letters(tmp_path_factory.mktemp("tools"))
+    (folder / "chat_template.jinja").write_text("{% if tools %}{{ tools | length }}{% endif %}" + CHAT_TEMPLATE)
+    return Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("choice", ["required", "Trip"])
+async def test_nested_models_of_pydantic_are_the_arguments_of_required_calls(
+    choice: str, with_tools: Tokenizer
+) -> None:
+    tools: list[Any] = [openai.pydantic_function_tool(each) for each in (Stay, Trip)]
+    is_named, kinds = choice == "Trip", (Trip,) if choice == "Trip" else (Stay, Trip)
+    of_chat: Any = {"type": "function", "function": {"name": choice}} if is_named else choice
+    of_response: Any = {"type": "function", "name": choice} if is_named else choice
+    more: dict[str, Any] = {"tools": tools, "parallel_tool_calls": False, "temperature": 1.0}
+    async with served(with_tools) as (http, _, name):
+        for seed in range(4):
+            chat = await http.openai.chat.completions.parse(
+                model=name, messages=CHAT, tool_choice=of_chat, seed=seed, **more
+            )
+            assert chat.choices[0].finish_reason == "tool_calls" and not chat.choices[0].message.content
+            calls = chat.choices[0].message.tool_calls or []
+            (call,) = list(calls)
+            assert isinstance(call.function.parsed_arguments, kinds)
+            response = await http.openai.responses.parse(
+                model=name, input="Hi", tool_choice=of_response, extra_body={"seed": seed}, **more
+            )
+            (item,) = response.output
+            assert item.type == "function_call" and response.status == "completed"
+            assert isinstance(item.parsed_arguments, kinds)

@@ -182,6 +182,21 @@ async def test_a_model_that_must_call_writes_a_list_of_calls_whatever_its_family
         assert schema.get("maxItems") == (None if choice == "required" else 1)
 
 
+@pytest.mark.parametrize(("num_tokens", "arguments"), [(8, []), (45, ['{"city": "P'])])
+async def test_a_required_call_that_is_cut_off_is_no_text(
+    num_tokens: int, arguments: list[str], tmp_path: Path
+) -> None:
+    written = '[{"name": "weather", "arguments": {"city": "Paris"}}]'
+    async with answering(letters(written), TEMPLATES["hermes"], tmp_path) as (client, _):
+        more: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "max_tokens": num_tokens}
+        (choice,) = (await client.chat.completions.create(model=MODEL.name, messages=CHAT, **more)).choices
+        made = await streamed(client, **more)
+    assert (choice.finish_reason, made["finishes"]) == ("length", ["length"])
+    assert not choice.message.content and not made["content"]
+    calls = [each.function.arguments for each in choice.message.tool_calls or () if each.type == "function"]
+    assert calls == arguments == [each[1] for each in made["calls"].values()]
+
+
 async def test_an_obliged_call_and_another_form_exclude_each_other(tmp_path: Path) -> None:
     more: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}
     async with answering(letters("[]"), TEMPLATES["hermes"], tmp_path) as (client, asked):

@@ -207,6 +207,22 @@ async def test_an_answer_that_is_cut_off_is_incomplete(tmp_path: Path) -> None:
         assert (response.output[0].status, response.output_text) == ("incomplete", "He")
 
 
+@pytest.mark.parametrize(("num_tokens", "arguments"), [(8, []), (45, ['{"city": "P'])])
+async def test_a_call_that_is_required_and_cut_off_is_no_message(
+    num_tokens: int, arguments: list[str], tmp_path: Path
+) -> None:
+    async with answering(tmp_path, '[{"name": "weather", "arguments": {"city": "Paris"}}]') as (http, _):
+        more: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "max_output_tokens": num_tokens}
+        whole = await http.openai.responses.create(**ASKED | more)
+        events = await events_of(http, **more)
+        assert without_ids(events[-1].response) == without_ids(whole)
+        assert (whole.status, whole.output_text) == ("incomplete", "")
+        assert whole.incomplete_details is not None and whole.incomplete_details.reason == "max_output_tokens"
+        assert [(each.type, each.status) for each in whole.output] == [("function_call", "incomplete")] * len(arguments)
+        assert [each.arguments for each in whole.output if each.type == "function_call"] == arguments
+        assert [each.type for each in events if "output_text" in each.type or "content_part" in each.type] == []
+
+
 async def test_an_error_before_the_first_token_has_its_status_and_a_later_one_its_event(tmp_path: Path) -> None:
     refused = Fault(error=PermissionDeniedError("not this"), before_started=True)
     broken = Fault(after=2, error=BatonError("a bug"))
@@ -265,6 +281,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"n": 2}, "n"),
     ({"truncation": "auto"}, "truncation"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"max_tokens": 5}, "max_tokens"),
+    ({"logprobs": True}, "logprobs"),
     ({"regex": "a+"}, "regex"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_output_tokens": 10_000}, "max_output_tokens"),
@@ -278,6 +296,5 @@ async def test_what_is_wrong_is_named(wrong: dict[str, Any], param: str, tmp_pat
         with pytest.raises(openai.BadRequestError) as refused:
             await http.openai.post("/responses", body=ASKED | wrong, cast_to=object)
         assert refused.value.param == param, str(refused.value)
+        assert refused.value.code == ("context_length_exceeded" if 10_000 in wrong.values() else None)
         assert not service.requests
-    ({"max_tokens": 5}, "max_tokens"),
-    ({"logprobs": True}, "logprobs"),
