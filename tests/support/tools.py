@@ -4,6 +4,7 @@ vllm, aiperf and guidellm, which need separate environments."""
 
 import importlib.util
 import shutil
+import socket
 import sys
 from pathlib import Path
 
@@ -26,3 +27,12 @@ def missing() -> list[str]:
     if not Path("/dev/shm").is_dir():
         lacking.append("/dev/shm")
     return lacking
+
+
+def has_ipv6() -> bool:
+    """Return whether this machine has the IPv6 loopback address."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True

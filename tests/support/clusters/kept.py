@@ -10,6 +10,7 @@ from baton.modeling.checkpoints.weights import load_config
 from baton.modeling.kernels.process_kernels import KERNELS
 from baton.planning.planner import ChainPlanner
 from baton.results.completion import ModelInfo
+from baton.settings.addresses import join_address
 from baton.settings.place import LOOPBACK, WorkerPlace
 from baton.transport.channel import make_channel
 from deploy.config.cluster import ClusterConfig
@@ -41,6 +42,7 @@ class KeptCluster(SupervisedCluster):
         config, supervision = self.config, self.config.supervision
         self.names = tuple(config.group_sizes)
         self.num_slots = config.generate.num_slots
+        self.host = config.worker_host or LOOPBACK
         self.cluster_plan = ClusterPlan(config, ResolvedModel(self.folder))
         self.max_tokens = self.cluster_plan.max_tokens
         self.heartbeat = Heartbeat(supervision.heartbeat_s, supervision.dead_after_s)
@@ -52,7 +54,7 @@ class KeptCluster(SupervisedCluster):
     @property
     def target(self) -> str:
         assert self.keeper is not None
-        return f"{LOOPBACK}:{self.keeper.ports[0]}"
+        return join_address(self.config.orchestrator.host, self.keeper.ports[0])
 
     def make_planner(self) -> ChainPlanner:
         """Return the planner for all incarnations (processes) of the orchestrator."""
@@ -88,7 +90,8 @@ class KeptCluster(SupervisedCluster):
             ModelInfo(self.folder.name, self.max_tokens, model.vocab_size, dtype, False, layout),
             model.eos_token_ids,
             self.make_planner,
-            LOOPBACK,
+            self.config.orchestrator.host,
+            ports=(0, 0),
         )
 
     def _follow(self, orders: Orders) -> Orders:

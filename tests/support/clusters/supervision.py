@@ -19,6 +19,7 @@ from baton.modeling.forward.decoder import Decoder
 from baton.planning.planner import ChainPlanner
 from baton.process.backoff import Backoff
 from baton.sampling_params import SamplingParams
+from baton.settings.place import LOOPBACK
 from baton.transport.channel import make_channel
 from baton.v1 import prefill_pb2
 from baton_lab.chaos.faults import FaultPlan
@@ -99,6 +100,8 @@ class SupervisedCluster(ClusterClient):
     """Plan of faults for calls to workers, links and senders; None: no faults."""
     may_share: bool = True
     """True if ranks with faults may push through shared memory."""
+    host: str = LOOPBACK
+    """Address that links between ranks listen on."""
     processes: Spawner | None = None
     """Spawner of child processes; if it is set, it replaces `spawner`."""
     workers_of: WorkersOf | None = None
@@ -120,6 +123,7 @@ class SupervisedCluster(ClusterClient):
             self.tell,
             backoff=Backoff(first_s=0.1, most_s=0.2),
             room=None if self.processes else self.room,
+            host=self.host,
         )
         self.begin_incarnation()
 

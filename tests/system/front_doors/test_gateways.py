@@ -25,6 +25,7 @@ from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually
 from tests.support.folders import ROOT
 from tests.support.models.tiny_tokenizer import ids_of, write_letters
+from tests.support.tools import has_ipv6
 from tests.support.wire.late_streams import late_stream
 
 pytestmark = pytest.mark.integration
@@ -53,9 +54,9 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def gateway_of(running: BareCluster, folder: Path) -> AsyncIterator[Gateway]:
+async def gateway_of(running: BareCluster, folder: Path, *more: str) -> AsyncIterator[Gateway]:
     target = f"{HOST}:{running.server.port}"
-    arguments = ("gateway", "--orchestrator", target, "--port", "0", "--model", str(folder), "--grace", "0")
+    arguments = ("gateway", "--orchestrator", target, "--port", "0", "--model", str(folder), "--grace", "0", *more)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "deploy.cli", *arguments, cwd=ROOT, stderr=PIPE
     )
@@ -87,6 +88,15 @@ async def running() -> AsyncIterator[BareCluster]:
 
 def token_ids(output: Completion) -> list[int]:
     return [token.token_id for token in output.tokens]
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="needs IPv6")
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+async def test_a_gateway_listens_at_an_ipv6_address(host: str, running: BareCluster, folder: Path) -> None:
+    async with gateway_of(running, folder, "--host", host) as gateway, AsyncClient(gateway.target) as client:
+        assert gateway.target.startswith("[::1]:")
+        output = await client.generate(token_ids=prompt(9), params=SAMPLED).collect()
+    assert token_ids(output) == reference_ids(running.decoder, prompt(9), SAMPLED)
 
 
 @pytest.mark.ci

@@ -39,6 +39,7 @@ from deploy.machine.probe import MeasuredRates, measure
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import GpuState, Machine, inspect_machine
 from tests.support.models.letter_models import write_letter_model
+from tests.support.tools import has_ipv6
 
 pytestmark = pytest.mark.integration
 
@@ -232,6 +233,17 @@ def test_any_free_port_and_none_are_never_in_use() -> None:
     for metrics_port in (0, -1):
         settings = ["orchestrator.port=0", f"orchestrator.metrics_port={metrics_port}", "http.port=-1"]
         assert check_port(load_config(None, settings)) == Finding("port", Verdict.OK, "127.0.0.1:0 is free")
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="needs IPv6")
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_a_port_of_an_ipv6_address_is_free_or_in_use(host: str) -> None:
+    settings = [f"orchestrator.host={host}", "orchestrator.metrics_port=0", "http.port=-1"]
+    check(check_port(load_config(None, [*settings, "orchestrator.port=0"])), Verdict.OK, "[::1]:0 is free")
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        taken = server.getsockname()[1]
+        finding = check_port(load_config(None, [*settings, f"orchestrator.port={taken}"]))
+    check(finding, Verdict.FAILED, f"[::1]:{taken} cannot be listened on")
 
 
 def test_a_host_of_another_machine_fails() -> None:
