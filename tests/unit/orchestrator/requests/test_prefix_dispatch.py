@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from baton import AsyncClient
 from baton.sampling_params import SamplingParams
 from baton.types import RequestId, TokenRange
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.request import Request
-from orchestrator.requests.tenants import Tenant
+from orchestrator.requests.tenants import Tenant, Tenants, hash_key
+from tests.support.clusters.clients import HOST
 from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.clusters.turns import ask_turn, generate
 from tests.support.engines.generation import prompt, reference_ids
@@ -105,6 +107,18 @@ async def test_isolated_tenants_share_nothing(folder: Path, isolated: bool) -> N
             cached.append((await generate(made, asked)).usage.num_cached_tokens)
         assert cached == ([0, 0, 96, 96] if isolated else [0, 96, 96, 96])
         assert len(blocks_in(folder)) == (12 if isolated else 6)
+
+
+async def test_callers_with_keys_of_two_tenants_share_nothing_by_default(folder: Path) -> None:
+    tenants = Tenants(tuple(Tenant(name, key_hashes=(hash_key(f"key-{name}"),)) for name in "ab"))
+    cached: list[int] = []
+    async with cluster(config=replace(CONFIG, tenants=tenants), folders={"prefill": folder}) as made:
+        for name in ("a", "a", "b", "b"):
+            async with AsyncClient(f"{HOST}:{made.server.port}", api_key=f"key-{name}") as client:
+                usage = (await client.generate(token_ids=SHARED, params=PARAMS).collect()).usage
+            assert usage is not None
+            cached.append(usage.num_cached_tokens)
+    assert cached == [0, 96, 0, 96]
 
 
 async def test_isolation_leaves_the_blocks_of_calls_without_a_tenant_as_they_are(folder: Path) -> None:
