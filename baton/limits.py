@@ -29,7 +29,8 @@ _BOTH, _FORMS, _DELIVERY, _HTTP = "Requests, over gRPC and HTTP", "Structured ou
 
 MAX_MESSAGE_BYTES: Annotated[int, Limit(_BOTH, "bytes", "INVALID_ARGUMENT", "Message of any gRPC call.")] = 16 * 2**20
 MAX_PROMPT_BYTES: Annotated[
-    int, Limit(_BOTH, "bytes", _BAD, "UTF-8 bytes of a prompt, or of all messages of a chat over gRPC.")
+    int,
+    Limit(_BOTH, "bytes", _BAD, "UTF-8 bytes of a prompt, of all messages of a chat, or of the tools of a chat."),
 ] = 8 * 2**20
 MAX_READING_BYTES: Annotated[
     int,
@@ -117,15 +118,31 @@ MAX_CALLER_BYTES: Annotated[
     ),
 ] = 6 * 1024  # fmt: skip
 HEADERS_S: Annotated[float, Limit(_HTTP, "s", "closed", "Time to the end of the headers.")] = 10.0
-BODY_S: Annotated[float, Limit(_HTTP, "s", "closed", "Time in which something of a body must come.")] = 30.0
+BODY_S: Annotated[
+    float, Limit(_HTTP, "s", "closed", "Time in which something of a body must come, or its rest after the answer.")
+] = 30.0
+BODY_BYTES_PER_S: Annotated[
+    int, Limit(_HTTP, "bytes per s", "408", "Lowest rate of a body that takes longer than `BODY_S`.")
+] = 64 * 2**10
 WRITE_S: Annotated[float, Limit(_HTTP, "s", "closed", "Time in which some of an answer must be taken.")] = 60.0
 MAX_BODY_BYTES: Annotated[int, Limit(_HTTP, "bytes", "413", "Body of a request.")] = MAX_MESSAGE_BYTES
 MAX_BODIES_BYTES: Annotated[
-    int, Limit(_HTTP, "bytes", "429", "Bodies of all requests that came in part, wait or are being answered.")
-] = 256 * 2**20
+    int,
+    Limit(
+        _HTTP, "bytes", "429",
+        "Bodies of all requests that are being received or parsed. The one that has been arriving for the longest time "
+        "is refused.",
+    ),
+] = 256 * 2**20  # fmt: skip
+MAX_ADDRESS_BODIES_BYTES: Annotated[
+    int, Limit(_HTTP, "bytes", "429", "The same of the requests from one address: a quarter of those of all.")
+] = MAX_BODIES_BYTES // 4
 MAX_VALUES: Annotated[int, Limit(_HTTP, "values", "413", "Values of a body: as many as it has commas.")] = 2**19
 MAX_TEXTS: Annotated[int, Limit(_HTTP, "texts", "413", "Texts of a body, keys of objects included.")] = 2**17
 MAX_OBJECTS: Annotated[int, Limit(_HTTP, "objects", "413", "Lists and objects of a body.")] = 2**14
+MAX_NESTING: Annotated[
+    int, Limit(_HTTP, "levels", "400", "Lists and objects within each other in a body, or in the arguments of a call.")
+] = 128
 MAX_PROMPTS: Annotated[int, Limit(_HTTP, "prompts", "400", "Prompts of a completion.")] = 64
 MAX_MESSAGES: Annotated[int, Limit(_HTTP, "messages", "400", "Messages of a chat.")] = 4096
 MAX_PARTS: Annotated[int, Limit(_HTTP, "parts", "400", "Parts of a message's content.")] = 1024
@@ -142,6 +159,9 @@ MAX_ITEMS: Annotated[
     int, Limit(_HTTP, "items", "400", "Items of a conversation of /v1/responses, those of earlier responses included.")
 ] = 1024
 MAX_INCLUDED: Annotated[int, Limit(_HTTP, "entries", "400", "`include` of /v1/responses.")] = 16
+MAX_REPEATED_BYTES: Annotated[
+    int, Limit(_HTTP, "bytes", "400", "Fields of /v1/responses that a response repeats, as JSON.")
+] = 2 * 2**20
 MAX_METADATA: Annotated[int, Limit(_HTTP, "entries", "400", "`metadata` of /v1/responses.")] = 64
 MAX_PENDING_EVENTS: Annotated[
     int, Limit(_HTTP, "events", "none: the server holds back", "Events of a body's prompts that wait for its reader.")

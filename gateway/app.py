@@ -26,9 +26,10 @@ from gateway.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBod
 from gateway.chat_answers import ParsedChats
 from gateway.console.routes import Console
 from gateway.door.access import Access
+from gateway.door.held_bodies import HeldBodies
 from gateway.door.hosts import HostCheck
 from gateway.door.json_bodies import BodyRoute
-from gateway.door.middleware import BodyLimit, RequestCounts
+from gateway.door.middleware import RequestCounts
 from gateway.door.rules import DEFAULT_RULES, HttpRules
 from gateway.errors import NO_FIELDS, FieldNames, error_body, error_headers, status_of
 from gateway.fields.names import chat_names, completion_names, tokenize_names
@@ -36,7 +37,7 @@ from gateway.openapi import ERRORS, STREAMED, describe
 from gateway.reading import Asked, Reader
 from gateway.responses.routes import Responses
 from gateway.responses.store import DEFAULT_LIMITS, ResponseStore, StoreLimits
-from gateway.streaming import FAULT, EventStream, caller_of, error_of, read_body, request_id_of, unless_gone
+from gateway.streaming import FAULT, EventStream, Later, caller_of, error_of, read_body, request_id_of, unless_gone
 from gateway.upstream import Answers, Upstream
 
 _DONE = b"data: [DONE]\n\n"
@@ -55,8 +56,8 @@ class Gateway:
         has_console: bool = True,
     ) -> None:
         """Make a gateway. `upstream` is the server that the gateway calls; the caller owns it. `rules` has the
-        permitted hosts and origins, and the timeouts. `limits` bounds the responses that are stored. `has_console` is
-        true if the web console is also served."""
+        permitted hosts, origins and connections, the timeouts, and the trusted headers. `limits` bounds the responses
+        that are stored. `has_console` is true if the web console is also served."""
         self.upstream = upstream
         self.rules = rules
         self._reader = reader
@@ -73,8 +74,8 @@ class Gateway:
         app.router.route_class = BodyRoute
         access = Access(self.upstream)
         app.state.admit = access.admit
+        app.state.bodies = HeldBodies()
         app.state.reading = BoundedReading()
-        app.add_middleware(BodyLimit)
         if self.rules.allow_origins:
             app.add_middleware(
                 CORSMiddleware,
@@ -169,6 +170,11 @@ class Gateway:
         self, request: Request, read: Callable[[], Asked], writes: Callable[[Head, Asked], Writer], prefix: str
     ) -> Response:
         asked = await read_body(request, read)
+        return Later(partial(self._answered, request, asked, writes, prefix))
+
+    async def _answered(
+        self, request: Request, asked: Asked, writes: Callable[[Head, Asked], Writer], prefix: str
+    ) -> Response:
         id_ = request_id_of(request, prefix)
         head = Head(
             id_,

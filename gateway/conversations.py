@@ -6,19 +6,20 @@ this model, the system message describes them, with the text that it was trained
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from baton.errors import InvalidArgumentError
-from baton.limits import MAX_TEMPLATE_VALUES
+from baton.limits import MAX_PROMPT_BYTES, MAX_TEMPLATE_VALUES
 from baton.text.tokenizer import Ending, Tokenizer
 from gateway.bodies import Message, Part, Tool, ToolCall
+from gateway.errors import ContextTooLongError
 from gateway.parsing.call_formats import OBLIGED, CallFormat, format_of
 from gateway.parsing.output import OutputRules
 from gateway.parsing.reasoning import BEGIN, END
+from gateway.parsing.strict_json import read_json
 from gateway.tools.prompt import prompted
 
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
@@ -54,7 +55,7 @@ class ChatRenderer:
     ) -> str:
         """Return the chat as text. `options` are additional variables for the chat template. `ending` selects how the
         text ends, for example with the start of the assistant's message. Raises InvalidArgumentError for content that
-        the model's chat template does not accept."""
+        the model's chat template does not accept, and ContextTooLongError for more text than a prompt may have."""
         if tools and self.format is None:
             raise InvalidArgumentError(
                 "tools: the model's chat template takes none: leave them out, or start the gateway with --tool-format"
@@ -62,7 +63,7 @@ class ChatRenderer:
         chat = messages_of(messages, self.format)
         described = [_described(tool) for tool in tools]
         for field, value in (("messages", chat), ("tools", described), ("chat_template_kwargs", options)):
-            _check_values(field, value)
+            _Room(field).take(value)
         if self.format is not None and self.format.is_prompted:
             return self._tokenizer.render_chat(prompted(chat, described), options=options, ending=ending)
         return self._tokenizer.render_chat(chat, described or None, options, ending)
@@ -97,20 +98,47 @@ def messages_of(messages: Sequence[Message], format_: CallFormat | None) -> list
     """Convert messages to the form that chat templates use. The role `developer` becomes `system`, the parts of a
     message's content are joined by line breaks, and arguments of tool calls become objects. `format_` is the format of
     the model's tool calls; None: the model cannot call tools. Raises InvalidArgumentError for parts that are not text,
-    and for tool calls if `format_` is None."""
-    return [_message(f"messages[{index}]", each, format_) for index, each in enumerate(messages)]
+    and for tool calls if `format_` is None. Raises ContextTooLongError for calls with more text than a prompt may
+    have."""
+    room = _Room("messages")
+    return [_message(f"messages[{index}]", each, format_, room) for index, each in enumerate(messages)]
 
 
-def _check_values(field: str, value: object) -> None:
-    """Raise InvalidArgumentError if a value contains more nested values than a template may get."""
-    waiting, number = [value], 0
-    while waiting:
-        each = waiting.pop()
-        inside = each.values() if isinstance(each, Mapping) else each if isinstance(each, list) else ()
-        waiting += inside
-        number += len(inside)
-        if number > MAX_TEMPLATE_VALUES:
-            raise InvalidArgumentError(f"{field} holds over {MAX_TEMPLATE_VALUES} values: send fewer")
+class _Room:
+    """Number of values and bytes of text that a field may still pass on to a template."""
+
+    def __init__(self, field: str) -> None:
+        self._field = field
+        self._num_values, self._num_bytes = MAX_TEMPLATE_VALUES, MAX_PROMPT_BYTES
+
+    def take(self, value: object) -> None:
+        """Count the values within `value`, and the bytes of its texts. Raises InvalidArgumentError if the field has too
+        many values, and ContextTooLongError if it has too many bytes."""
+        waiting = [value]
+        while waiting:
+            each = waiting.pop()
+            inside: Sequence[object] = each if isinstance(each, list) else ()
+            if isinstance(each, Mapping):
+                inside = [*each.values()]
+                self._take_text(*each)
+            elif isinstance(each, str):
+                self._take_text(each)
+            waiting += inside
+            self._num_values -= len(inside)
+            if self._num_values < 0:
+                raise InvalidArgumentError(f"{self._field} holds over {MAX_TEMPLATE_VALUES} values: send fewer")
+
+    def _take_text(self, *texts: str) -> None:
+        self._num_bytes -= sum(map(num_bytes, texts))
+        if self._num_bytes < 0:
+            raise ContextTooLongError(
+                f"{self._field} has more than {MAX_PROMPT_BYTES} bytes, the prompt is too long: shorten it"
+            )
+
+
+def num_bytes(text: str) -> int:
+    """Return the number of bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
 
 
 def text_of(where: str, content: str | Sequence[Part]) -> str:
@@ -127,7 +155,7 @@ def text_of(where: str, content: str | Sequence[Part]) -> str:
     return "\n".join(texts)
 
 
-def _message(where: str, message: Message, format_: CallFormat | None) -> dict[str, Any]:
+def _message(where: str, message: Message, format_: CallFormat | None, room: _Room) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     content = text_of(f"{where}.content", message.refusal or "" if message.content is None else message.content)
     made: dict[str, Any] = {"role": role, "content": content}
@@ -136,7 +164,7 @@ def _message(where: str, message: Message, format_: CallFormat | None) -> dict[s
     is_short = format_ is not None and format_.has_short_ids
     if message.tool_calls:
         made["tool_calls"] = [
-            _call(f"{where}.tool_calls[{index}]", call, is_short=is_short)
+            _call(f"{where}.tool_calls[{index}]", call, room, is_short=is_short)
             for index, call in enumerate(message.tool_calls)
         ]
     if role == "tool":
@@ -149,13 +177,11 @@ def _message(where: str, message: Message, format_: CallFormat | None) -> dict[s
     return made
 
 
-def _call(where: str, call: ToolCall, *, is_short: bool) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except ValueError as error:
-        raise InvalidArgumentError(f"{where}.function.arguments is not valid JSON ({error}): send an object") from error
+def _call(where: str, call: ToolCall, room: _Room, *, is_short: bool) -> dict[str, Any]:
+    arguments = read_json((call.function.arguments or "{}").encode(), f"{where}.function.arguments")
     if not isinstance(arguments, dict):
         raise InvalidArgumentError(f"{where}.function.arguments is not an object: send one, as the model wrote it")
+    room.take(arguments)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": _id(call.id, is_short=is_short), "type": "function", "function": function}
 

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from typing import TypeVar
 
 from fastapi import Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, InvalidArgumentError, RequestCancelledError, UnauthenticatedError
@@ -52,6 +52,19 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
+class Later(Response):
+    """Response that is made when the handler of its request has returned. The memory of the request's body is then
+    free, while the client waits for tokens."""
+
+    def __init__(self, make: Callable[[], Awaitable[Response]]) -> None:
+        super().__init__()
+        self._make = make
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Make the response and send it. Raises the errors of the function that makes it."""
+        await (await self._make())(scope, receive, send)
+
+
 def error_of(failure: Exception) -> BatonError:
     """Convert an exception in a stream to the error that the client gets. An exception that is not a BatonError is a
     fault of this process, and is logged."""
@@ -65,7 +78,7 @@ async def read_body(request: Request, read: Callable[[], T], num_more_bytes: int
     """Call `read` and return its result. `read` is called in a thread if it processes many bytes: the request's body
     plus `num_more_bytes`. Raises the errors of `read`, and ResourceExhaustedError when too many bytes are being
     processed at the same time."""
-    num_bytes = len(await request.body()) + num_more_bytes
+    num_bytes: int = request.state.num_body_bytes + num_more_bytes
     reading: BoundedReading = request.app.state.reading
     return await reading.run(num_bytes, read) if num_bytes >= _LONG_BYTES else read()
 

@@ -87,9 +87,11 @@ class BoundedProtocol(HttpToolsProtocol):
                 _leave_unchunked(self.cycle)
 
     def on_body(self, body: bytes) -> None:
-        """Pass on a part of the request's body, and start the timeout for the next part."""
+        """Pass on a part of the request's body, and start the timeout for the next part. After the answer, the timeout
+        is not started again."""
         if not self.transport.is_closing():
-            self._await(BODY_S)
+            if not self.cycle.response_complete:
+                self._await(BODY_S)
             super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -99,9 +101,11 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Stop the timeout for the request's body. This is necessary if the response was complete before the body
-        was."""
+        """Stop the timeout for the request's body. If the response was complete before the body was, start the timeout
+        for the rest of the body, which is received but not used."""
         self._stop_waiting()
+        if self.cycle.more_body:
+            self._await(BODY_S)
         super().on_response_complete()
 
     def pause_writing(self) -> None:

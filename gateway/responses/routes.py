@@ -29,8 +29,11 @@ from gateway.responses.items import Page, named
 from gateway.responses.objects import ResponseHead
 from gateway.responses.reading import chat_of, items_of, response_names
 from gateway.responses.store import Kept, ResponseStore, written
-from gateway.streaming import EventStream, caller_of, error_of, read_body, request_id_of, unless_gone
+from gateway.streaming import EventStream, Later, caller_of, error_of, read_body, request_id_of, unless_gone
 from gateway.upstream import Answers, Upstream
+
+Keep = Callable[[Object], Awaitable[bytes]]
+"""Function that stores a response, and returns it as JSON."""
 
 
 class Responses:
@@ -57,13 +60,15 @@ class Responses:
         request.state.fields = response_names(body)
         before = self._before(body, request)
         read = partial(self._read, body, before)
-        asked, conversation = await read_body(request, read, 0 if before is None else before.num_bytes)
-        head = ResponseHead(f"resp_{uuid.uuid4().hex}", int(time.time()), asked.model, body)
+        asked, conversation, head = await read_body(request, read, 0 if before is None else before.num_bytes)
+        keep = partial(self._keep, _owner(request), conversation)
+        return Later(partial(self._answered, request, asked, head, keep))
+
+    async def _answered(self, request: Request, asked: Asked, head: ResponseHead, keep: Keep) -> Response:
         token_text = self._reader.tokenizer.token_text
         events = ResponseEvents(head, asked.output, token_text, has_logprobs=asked.logprobs is not None)
         request_id = request_id_of(request, "resp_")
         headers = {"x-request-id": request_id}
-        keep = partial(self._keep, _owner(request), conversation)
         async with AsyncExitStack() as stack:
             answers = await stack.enter_async_context(self._upstream.answers(asked, request_id, caller_of(request)))
             tokens = answers.events()
@@ -114,9 +119,9 @@ class Responses:
             )
         return kept
 
-    def _read(self, body: ResponsesBody, before: Kept | None) -> tuple[Asked, bytes | None]:
-        """Return the content of the body, and the conversation to be kept as JSON (None if it is not kept). Blocks for
-        long ones."""
+    def _read(self, body: ResponsesBody, before: Kept | None) -> tuple[Asked, bytes | None, ResponseHead]:
+        """Return the content of the body, the conversation to be kept as JSON (None if it is not kept), and the head of
+        the response. Blocks for long ones."""
         earlier: tuple[Item, ...] = () if before is None else before.read_items()
         items = (*earlier, *named(items_of(body), {item.id for item in earlier}))
         if len(items) > MAX_ITEMS:
@@ -125,7 +130,8 @@ class Responses:
                 f"{MAX_ITEMS}; send a shorter one without previous_response_id"
             )
         asked = self._reader.chat(chat_of(body, items))
-        return asked, None if body.store is False else written(items)
+        head = ResponseHead.of(f"resp_{uuid.uuid4().hex}", int(time.time()), asked.model, body)
+        return asked, None if body.store is False else written(items), head
 
     async def _keep(self, owner: str, conversation: bytes | None, response: Object) -> bytes:
         """Keep a response unless its conversation is None; return it as JSON."""
@@ -150,7 +156,7 @@ async def _lines(
     answers: Answers,
     first: TokenEvent,
     tokens: AsyncIterator[tuple[int, TokenEvent]],
-    keep: Callable[[Object], Awaitable[object]],
+    keep: Keep,
 ) -> AsyncIterator[bytes]:
     """Yield the lines of a stream until its end, or until the error that ended it. A complete response is stored before
     its last line is sent, so that the client can continue from it at once."""

@@ -24,7 +24,6 @@ from baton.errors import (
 from baton.limits import MAX_BODY_BYTES, MAX_REQUEST_ID_CHARS
 from baton.proto_types import model_from_proto
 from gateway.app import Gateway
-from gateway.door import middleware
 from gateway.door.rules import HttpRules
 from gateway.listening import open_socket
 from gateway.reading import Reader
@@ -238,18 +237,6 @@ async def test_a_body_that_is_too_long_is_refused(says_length: bool) -> None:
         sent: Any = b" " * (MAX_BODY_BYTES + 1) if says_length else content()
         answer = await client.post("/v1/completions", content=sent, headers={"content-type": "application/json"})
         assert answer.status_code == 413 and "limit" in answer.json()["error"]["message"]
-
-
-async def test_bodies_are_bounded_in_all_until_they_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "MAX_BODIES_BYTES", 600)
-    async with scripted_gateway(Fault(after=1, hang=True)) as (_, _http, client):
-        body = BODY | {"max_tokens": 2, "user": "u" * 300}
-        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as held:
-            assert held.status_code == 200
-            refused = await client.post("/v1/completions", json=body)
-            assert refused.status_code == 429 and "the bodies of all requests" in refused.json()["error"]["message"]
-            assert refused.headers["retry-after"] == "1"
-        await eventually(lambda: client.post("/v1/completions", json=body), lambda answer: answer.status_code == 200)
 
 
 @pytest.mark.parametrize(
