@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from baton.errors import InvalidArgumentError, NotFoundError
-from baton.limits import MAX_PROMPTS
+from baton.limits import MAX_PROMPT_BYTES, MAX_PROMPTS
 from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingOptions
 from baton.text.tokenizer import Ending, Tokenizer
 from gateway.bodies import ChatBody, CompletionBody, Message, SamplingBody, TokenizeBody, Tool
-from gateway.conversations import ChatRenderer, text_of
+from gateway.conversations import ChatRenderer, num_bytes, text_of
 from gateway.errors import ContextTooLongError
 from gateway.fields.structured import structured_of
 from gateway.fields.unsupported import refuse_unsupported
@@ -146,14 +146,18 @@ class Reader:
         )
 
     def _rendered(self, body: ChatBody | TokenizeBody, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        """Return a chat rendered by its template. A chat with more messages than the model's context has tokens is
-        refused before it is rendered."""
+        """Return a chat rendered by its template. A chat with more messages than the model's context has tokens, or
+        with too many bytes, is refused before it is rendered."""
         self._check_fits("messages", len(messages), least=" at least")
         return self._renderer.render(messages, tools, body.chat_template_kwargs or {}, _ending(body))
 
     def _encoded(self, field: str, text: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """Return the token ids of a text. A text that is certainly too long for the model is refused before it is
-        tokenized."""
+        """Return the token ids of a text. A text that is certainly too long for the model, or has too many bytes, is
+        refused before it is tokenized."""
+        if (number := num_bytes(text)) > MAX_PROMPT_BYTES:
+            raise ContextTooLongError(
+                f"{field} has {number} bytes, the prompt is too long: the limit is {MAX_PROMPT_BYTES}; shorten it"
+            )
         self._check_fits(field, self.tokenizer.min_tokens(text), least=" at least")
         return encode(text)
 

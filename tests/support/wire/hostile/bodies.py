@@ -82,12 +82,16 @@ def first_of_each_route(fields: list[Field]) -> list[Field]:
 
 def status_of(port: int, path: str, body: bytes) -> int:
     """Send a body to a route on 127.0.0.1, and return the answer's HTTP status. Blocks."""
+    return answer_of(port, path, body)[0]
+
+
+def answer_of(port: int, path: str, body: bytes) -> tuple[int, bytes]:
+    """Send a body to a route on 127.0.0.1, and return the answer's HTTP status and body. Blocks."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
         connection.request("POST", path, body, {"content-type": "application/json"})
         answer = connection.getresponse()
-        answer.read()
-        return answer.status
+        return answer.status, answer.read()
     finally:
         connection.close()
 
