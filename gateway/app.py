@@ -14,7 +14,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 
 from baton import __version__
 from baton.errors import BatonError, InvalidArgumentError
@@ -27,7 +26,7 @@ from gateway.chat_answers import ParsedChats
 from gateway.console.routes import Console
 from gateway.door.access import Access
 from gateway.door.held_bodies import HeldBodies
-from gateway.door.hosts import HostCheck
+from gateway.door.hosts import CrossOrigin, HostCheck
 from gateway.door.json_bodies import BodyRoute
 from gateway.door.middleware import RequestCounts
 from gateway.door.rules import DEFAULT_RULES, HttpRules
@@ -78,7 +77,7 @@ class Gateway:
         app.state.reading = BoundedReading()
         if self.rules.allow_origins:
             app.add_middleware(
-                CORSMiddleware,
+                CrossOrigin,
                 allow_origins=self.rules.allow_origins,
                 allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
@@ -203,7 +202,7 @@ class Gateway:
         return JSONResponse(body, status_of(error), headers=error_headers(error))
 
     async def _failed(self, request: Request, error: Exception) -> Response:
-        """Answer a request that failed because of a defect in this process. uvicorn logs the defect."""
+        """Answer a request that failed because of a defect in this process. `Drain` logs the defect."""
         return JSONResponse(error_body(BatonError(FAULT)), 500)
 
     async def _malformed(self, request: Request, error: Exception) -> Response:

@@ -3,6 +3,7 @@ are refused. Runs on the asyncio loop."""
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 _OPEN = ("/health", "/metrics")
 """Paths that are still answered during the shutdown."""
 _CUT_S = 5
@@ -40,7 +42,7 @@ def run_on_own_loop(serving: Coroutine[Any, Any, T]) -> T:
 
 
 class Drain:
-    """ASGI application that wraps another application and counts its running requests."""
+    """ASGI application that wraps another application, counts its running requests, and logs its failures."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -50,7 +52,8 @@ class Drain:
         self._idle.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or refuse it with status 503 if the server is ending."""
+        """Serve one request, or refuse it with status 503 if the server is ending. After a failure that was answered
+        with status 500, the connection stays open; if the answer was incomplete, uvicorn closes the connection."""
         if self._is_ending and scope["type"] == "http" and scope["path"] not in _OPEN:
             error = UnavailableError("the HTTP gateway is ending: try again, on a new connection")
             answer = JSONResponse(error_body(error), status_of(error), headers={"connection": "close"})
@@ -60,6 +63,8 @@ class Drain:
         self._idle.clear()
         try:
             await self._app(scope, receive, send)
+        except Exception:
+            logger.exception("a request failed")
         finally:
             self._num_running -= 1
             if not self._num_running:

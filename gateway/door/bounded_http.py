@@ -12,7 +12,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from baton.errors import BatonError, UnavailableError
+from baton.errors import BatonError, InvalidArgumentError, UnavailableError
 from baton.limits import BODY_S, HEADERS_S, MAX_CONNECTIONS, MAX_HEADER_BYTES, WRITE_S
 from gateway.errors import HeadersTooLongError, error_body, status_of
 
@@ -108,6 +108,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._await(BODY_S)
         super().on_response_complete()
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse data that is not a request in HTTP. uvicorn calls this method."""
+        self._refuse(InvalidArgumentError(f"{msg} Send a request in HTTP/1.1"))
+
     def pause_writing(self) -> None:
         """Begin to check at intervals whether the client reads data from the send buffer. uvicorn calls this method
         when the buffer is full."""
@@ -158,8 +162,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(HeadersTooLongError(text))
 
     def _refuse(self, error: BatonError) -> None:
-        """Answer with an error in OpenAI's format, and close the connection."""
+        """Answer with an error in OpenAI's format, and close the connection. If another answer has begun, only close
+        the connection."""
         if self.transport.is_closing():
+            return
+        cycle: RequestResponseCycle | None = getattr(self, "cycle", None)  # None before the first request
+        if cycle is not None and cycle.response_started and not cycle.response_complete:
+            self.transport.close()
             return
         body = json.dumps(error_body(error)).encode()
         head = f"HTTP/1.1 {status_of(error)} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"

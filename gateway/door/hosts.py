@@ -9,10 +9,11 @@ the server requires API keys and no hosts are configured, nothing is refused, be
 from ipaddress import ip_address
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.errors import BatonError, PermissionDeniedError
+from baton.errors import BatonError, InvalidArgumentError, PermissionDeniedError
 from gateway.door.access import Access
 from gateway.door.rules import HttpRules, name_of
 from gateway.errors import WrongHostError, error_body, status_of
@@ -52,6 +53,19 @@ class HostCheck:
             if not is_own and not {origin.lower(), "*"} & set(self._rules.allow_origins):
                 return PermissionDeniedError(f"origin {origin!r:.80} is not allowed: set http.allow_origins")
         return None
+
+
+class CrossOrigin(CORSMiddleware):
+    """Starlette's middleware for web pages of other origins (CORS), with refusals in OpenAI's format."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Answer a browser that checks whether a page may send a request."""
+        answer = super().preflight_response(request_headers)
+        if answer.status_code == 200:
+            return answer
+        error = InvalidArgumentError(f"{bytes(answer.body).decode()}: use an allowed one, or set http.allow_origins")
+        kept = {name: value for name, value in answer.headers.items() if not name.startswith("content-")}
+        return JSONResponse(error_body(error), status_of(error), headers=kept)
 
 
 def is_loopback(host: str) -> bool:

@@ -105,15 +105,23 @@ async def test_a_fault_of_this_process_ends_a_stream_with_an_error_event(
     assert last["error"]["message"] == FAULT
 
 
-async def test_a_fault_before_the_first_token_is_a_500_in_openais_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_after_a_fault_which_is_a_500_in_openais_shape_the_connection_serves_the_next_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("a bug")
 
     async with scripted_gateway() as (_, _http, client):
-        monkeypatch.setattr("gateway.answers.Completions.whole", fail)
-        answer = await client.post("/v1/completions", json=BODY)
+        with monkeypatch.context() as broken:
+            broken.setattr("gateway.answers.Completions.whole", fail)
+            answer = await client.post("/v1/completions", json=BODY)
         assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
         assert "a bug" not in answer.text
+        assert [record.exc_info is not None for record in caplog.records if record.levelname == "ERROR"] == [True]
+        after = await client.post("/v1/completions", json=BODY)
+        assert after.status_code == 200
+        first, second = (each.extensions["network_stream"].get_extra_info("client_addr") for each in (answer, after))
+        assert first == second, "it was not the same connection"
 
 
 async def test_streams_end_as_clients_expect() -> None:

@@ -11,12 +11,14 @@ import pytest
 from baton.limits import MAX_HEADER_BYTES
 from gateway.door import bounded_http
 from gateway.door.rules import DEFAULT_RULES, HttpRules
-from tests.support.clusters.scripted_orchestrator import MODEL
+from tests.support.clusters.scripted_orchestrator import MODEL, Fault
+from tests.support.kernels.os_memory import peak_bytes, reset_peak
 from tests.support.wire.http_gateway import HOST, Http, scripted_gateway
 
 pytestmark = pytest.mark.integration
 
 WITHIN_S = 60.0
+MOST_BYTES = 16 * 2**20
 BODY = json.dumps({"model": MODEL.name, "prompt": "Hi", "max_tokens": 3}).encode()
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
@@ -73,6 +75,8 @@ async def test_headers_without_end_take_no_memory() -> None:
         async with connection(http) as (reader, writer):
             answer = asyncio.create_task(ended(reader))
             sent = 0
+            reset_peak()
+            before = peak_bytes()
             while not answer.done() and sent < 64 * 2**20:
                 writer.write(b"x: y\r\n" * 1000 if sent else HEAD)
                 sent += 6000
@@ -82,6 +86,7 @@ async def test_headers_without_end_take_no_memory() -> None:
                     break
             await answer
         assert sent < 64 * 2**20, "all of it was taken"
+        assert peak_bytes() - before < MOST_BYTES
         assert await is_served(client)
 
 
@@ -131,6 +136,39 @@ async def test_more_connections_than_the_limit_are_refused(monkeypatch: pytest.M
         answer = await ended(reader)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"2 connections are open" in answer
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n",
+        b"nonsense\r\n\r\n",
+        b"GET /health HTTP/9.9.9\r\n\r\n",
+        HEAD + b"content-length: -1\r\n\r\n",
+        HEAD + b"no colon\r\n\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\nnonsense\r\n",
+    ],
+)
+async def test_data_that_is_no_request_is_refused_in_openais_shape(sent: bytes) -> None:
+    async with scripted_gateway() as (_, http, client):
+        async with connection(http) as (reader, writer):
+            writer.write(sent)
+            head, _, answer = (await ended(reader)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ") and b"application/json" in head and b"connection: close" in head
+        assert json.loads(answer)["error"]["type"] == "invalid_request_error"
+        assert await is_served(client)
+
+
+async def test_nothing_is_written_into_an_answer_that_has_begun() -> None:
+    async with scripted_gateway(Fault(after=1, hang=True)) as (service, http, client):
+        body = json.dumps({"model": MODEL.name, "prompt": "Hi", "max_tokens": 3, "stream": True}).encode()
+        async with connection(http) as (reader, writer):
+            writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+            await reader.readuntil(b"data: ")
+            writer.write(b"nonsense\r\n\r\n")
+            assert b"HTTP/1.1" not in await ended(reader)
+        await asyncio.wait_for(service.cancelled.wait(), WITHIN_S)
+        assert await is_served(client)
 
 
 @pytest.mark.parametrize("stream", [False, True])

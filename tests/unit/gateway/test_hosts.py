@@ -7,7 +7,7 @@ from starlette.responses import PlainTextResponse
 from baton.errors import BatonError, ConfigError, UnauthenticatedError, UnavailableError
 from baton.results.completion import ModelInfo
 from gateway.door.access import Access
-from gateway.door.hosts import HostCheck
+from gateway.door.hosts import CrossOrigin, HostCheck
 from gateway.door.rules import HttpRules
 from gateway.upstream import Upstream
 
@@ -91,6 +91,22 @@ async def test_pages_of_configured_origins_are_answered() -> None:
     ):
         headers = {"host": "localhost", "origin": origin}
         assert await status(headers, KEYLESS, rules, is_loopback=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("headers", "named"),
+    [
+        ({"origin": "https://other.example.com", "access-control-request-method": "POST"}, "origin"),
+        ({"origin": "https://chat.example.com", "access-control-request-method": "PUT"}, "method"),
+    ],
+)
+async def test_a_page_that_may_not_ask_is_refused_in_openais_shape(headers: dict[str, str], named: str) -> None:
+    app = CrossOrigin(PlainTextResponse("served"), PAGES.allow_origins, ("GET", "POST"), ("*",))
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost:8000") as client:
+        answer = await client.options("/v1/models", headers=headers)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["message"].startswith(f"Disallowed CORS {named}") and "Origin" in answer.headers["vary"]
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
