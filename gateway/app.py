@@ -75,6 +75,7 @@ class Gateway:
         app.state.admit = access.admit
         app.state.bodies = HeldBodies()
         app.state.reading = BoundedReading()
+        app.state.trusts_tenant = self.rules.trust_tenant
         if self.rules.allow_origins:
             app.add_middleware(
                 CrossOrigin,

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -117,7 +118,7 @@ class HttpServer:
         drain = Drain(app if spans is None else _traced(app, spans))
         config = uvicorn.Config(
             drain,
-            http=BoundedProtocol,
+            http=partial(BoundedProtocol, max_of_address=gateway.rules.max_connections_per_address),  # type: ignore[arg-type]
             log_config=None,
             access_log=False,
             lifespan="off",

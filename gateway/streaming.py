@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 _LONG_BYTES = 1024
 """Number of bytes from which a body is converted in a thread, because tokenizing its prompt may take long."""
 _CALLER = ("authorization", "baton-tenant")
-"""HTTP headers that identify the caller. The server checks them."""
+"""HTTP headers that identify the caller. The server checks them. `baton-tenant` is passed on only if the gateway trusts
+it (`http.trust_tenant`)."""
 _TRACE = ("traceparent", "tracestate")
 """HTTP headers with the caller's trace context (W3C)."""
 _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARS}}}")
@@ -107,7 +108,7 @@ def caller_of(request: Request, *, traces: bool = True) -> Mapping[str, str]:
     Raises UnauthenticatedError for a key that gRPC cannot send, InvalidArgumentError for a tenant that gRPC cannot
     send, and HeadersTooLongError if the headers have more than MAX_CALLER_BYTES bytes.
     """
-    caller = _sent(request, _CALLER)
+    caller = _sent(request, _CALLER if request.app.state.trusts_tenant else _CALLER[:1])
     for name, value in caller.items():
         if not _METADATA.fullmatch(value):
             kind = UnauthenticatedError if name == "authorization" else InvalidArgumentError

@@ -80,6 +80,10 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--default-deadline", type=float, default=3600.0, metavar="SECONDS", help=text)
     text = "time in seconds for which an idle connection stays open (default: %(default)g)"
     parser.add_argument("--keep-alive", type=float, default=75.0, metavar="SECONDS", help=text)
+    text = "maximum number of open connections from one address; 0: no limit (default: %(default)s)"
+    parser.add_argument("--max-connections-per-address", type=int, default=0, metavar="NUMBER", help=text)
+    text = "pass the header baton-tenant on to the server; for gateways behind a proxy that sets it"
+    parser.add_argument("--trust-tenant", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,7 +99,14 @@ def run(args: argparse.Namespace) -> int:
     from gateway.door.rules import HttpRules
     from gateway.server import run_on_own_loop
 
-    rules = HttpRules(tuple(args.allowed_host), tuple(args.allow_origin), args.default_deadline, args.keep_alive)
+    rules = HttpRules(
+        tuple(args.allowed_host),
+        tuple(args.allow_origin),
+        args.default_deadline,
+        args.keep_alive,
+        args.max_connections_per_address,
+        args.trust_tenant,
+    )
     return run_on_own_loop(_serve(args, rules))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from baton.errors import BatonError, InvalidArgumentError, UnavailableError
+from baton.errors import BatonError, InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from baton.limits import BODY_S, HEADERS_S, MAX_CONNECTIONS, MAX_HEADER_BYTES, WRITE_S
 from gateway.errors import HeadersTooLongError, error_body, status_of
 
@@ -20,8 +20,10 @@ from gateway.errors import HeadersTooLongError, error_body, status_of
 class BoundedProtocol(HttpToolsProtocol):
     """HTTP connection with limits. uvicorn makes an object for each connection and calls its methods."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, max_of_address: int = 0, **options: Any) -> None:
+        """Make a connection. `max_of_address` is the maximum number of connections from one address; 0: no limit."""
         super().__init__(*args, **options)
+        self._max_of_address = max_of_address
         self._is_in_head = True
         self._num_head_bytes = 0
         """Number of bytes that were received of the current request's head (request line and headers). It is counted
@@ -40,6 +42,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._await(HEADERS_S)
         if len(self.connections) > MAX_CONNECTIONS:
             self._refuse(UnavailableError(f"{MAX_CONNECTIONS} connections are open: close some, or try again"))
+        elif self._max_of_address and self._num_of_address() > self._max_of_address:
+            text = f"{self._max_of_address} connections from this address are open: close some, or try again"
+            self._refuse(ResourceExhaustedError(text))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all timers of the connection, because it has ended."""
@@ -160,6 +165,12 @@ class BoundedProtocol(HttpToolsProtocol):
         if num_bytes > MAX_HEADER_BYTES:
             text = f"the headers have more than {MAX_HEADER_BYTES} bytes: send fewer, or a shorter key"
             self._refuse(HeadersTooLongError(text))
+
+    def _num_of_address(self) -> int:
+        """Return the number of connections that the address of this connection's client has open."""
+        own = self.client and self.client[0]
+        protocols = [each for each in self.connections if isinstance(each, BoundedProtocol)]
+        return sum((each.client and each.client[0]) == own for each in protocols)
 
     def _refuse(self, error: BatonError) -> None:
         """Answer with an error in OpenAI's format, and close the connection. If another answer has begun, only close

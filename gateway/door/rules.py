@@ -1,4 +1,5 @@
-"""Settings of the HTTP gateway: permitted hosts, permitted web pages, and timeouts. The module has no side effects."""
+"""Settings of the HTTP gateway: permitted hosts, web pages and connections, trusted headers, and timeouts. The module
+has no side effects."""
 
 import re
 from typing import Annotated
@@ -36,7 +37,7 @@ TokenAttribution = tuple[Annotated[str, AfterValidator(_origin)], ...]
 
 @settings
 class HttpRules:
-    """Rules of an HTTP gateway: permitted hosts and origins, and timeouts of requests and connections."""
+    """Rules of an HTTP gateway: permitted hosts, origins and connections, trusted headers, and timeouts."""
 
     allowed_hosts: Hosts = ()
     """Host names allowed in addition to loopback names. Empty: all; on loopback without API keys: no others."""
@@ -46,6 +47,10 @@ class HttpRules:
     """Timeout in seconds of a request over HTTP; 0: no timeout."""
     keep_alive_s: Seconds = 75.0
     """Seconds for which an idle connection stays open; use more than the load balancer's idle timeout."""
+    max_connections_per_address: Annotated[int, Field(ge=0)] = 0
+    """Maximum number of open connections from one address; 0: no limit. A proxy is one address."""
+    trust_tenant: bool = False
+    """True: pass the header baton-tenant on to the server. For gateways behind a proxy that sets this header."""
 
 
 DEFAULT_RULES = HttpRules()

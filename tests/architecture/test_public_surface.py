@@ -121,8 +121,9 @@ COMMANDS = {
     "generate": "prompt --api-key-env --chat --deadline --echo --exact --n --no-usage --priority --target --tenant"
     f" {SAMPLING}",
     "http": "--allow-origin --allowed-host --api-key-env --cache --certificate --control-tokens-in-text"
-    " --default-deadline --grace --host --keep-alive --keep-responses --log-format --max-responses --model --no-console"
-    " --otlp-endpoint --port --private-key --target --tool-format --trace-share",
+    " --default-deadline --grace --host --keep-alive --keep-responses --log-format --max-connections-per-address"
+    " --max-responses --model --no-console --otlp-endpoint --port --private-key --target --tool-format --trace-share"
+    " --trust-tenant",
     "local": "prompt --cache --chat --colocated --dtype --model --no-timeline --ranks --threads --weights"
     f" {CONFIGURATION} {SAMPLING}",
     "plan": "model --acceptance --batch --chips --context --draft-keys --draft-model --drafts --dtype --engines"

@@ -203,14 +203,15 @@ async def test_a_request_whose_deadline_passes_is_ended() -> None:
         assert (await client.post("/v1/completions", json=BODY, timeout=60)).status_code == 408
 
 
-async def test_who_asks_and_the_requests_name_go_on_to_the_server() -> None:
-    async with scripted_gateway() as (service, _http, client):
+@pytest.mark.parametrize("trusts", [False, True])
+async def test_who_asks_and_the_requests_name_go_on_to_the_server(trusts: bool) -> None:
+    async with scripted_gateway(rules=HttpRules(trust_tenant=trusts)) as (service, _http, client):
         sent = {"authorization": "Bearer mine", "x-request-id": "name-1", "baton-tenant": "we", "traceparent": TRACE}
         body = BODY | {"priority": "batch", "cache_salt": "mine"}
         answer = await client.post("/v1/completions", json=body, headers=sent)
         assert answer.headers["x-request-id"] == "name-1" and answer.json()["id"] == "name-1"
         (metadata,), (request,) = service.metadata, service.requests
-        assert (metadata["authorization"], metadata["baton-tenant"]) == ("Bearer mine", "we")
+        assert (metadata["authorization"], metadata.get("baton-tenant")) == ("Bearer mine", "we" if trusts else None)
         assert metadata["traceparent"] == TRACE
         assert (request.request_id, request.model, tuple(request.token_ids.ids)) == ("name-1", MODEL.name, ids_of("Hi"))
         assert (

@@ -138,6 +138,23 @@ async def test_more_connections_than_the_limit_are_refused(monkeypatch: pytest.M
         assert b"2 connections are open" in answer
 
 
+async def test_more_connections_of_an_address_than_configured_are_refused() -> None:
+    rules = HttpRules(max_connections_per_address=2)
+    async with (
+        scripted_gateway(rules=rules) as (_, http, _client),
+        connection(http),
+        connection(http),
+        connection(http) as (reader, _writer),
+    ):
+        answer = await ended(reader)
+        assert answer.startswith(b"HTTP/1.1 429 ")
+        assert b"2 connections from this address are open" in answer
+        other, writer = await asyncio.open_connection(HOST, http.port, local_addr=("127.0.0.2", 0))
+        writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        assert (await ended(other)).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+
+
 @pytest.mark.parametrize(
     "sent",
     [

@@ -10,6 +10,7 @@ from baton.limits import MAX_CALLER_BYTES
 from baton.rpc_status import translate_rpc_errors
 from baton.transport.channel import make_channel
 from baton.v1 import orchestrator_pb2, orchestrator_pb2_grpc
+from gateway.door.rules import HttpRules
 from tests.support.clusters.scripted_orchestrator import MODEL, ScriptedOrchestrator, serving
 from tests.support.wire.http_gateway import scripted_gateway
 
@@ -56,7 +57,7 @@ async def statuses(client: httpx2.AsyncClient, headers: dict[str, Any]) -> list[
     ids=lambda value: str(value)[:40],
 )
 async def test_a_caller_that_grpc_does_not_take_is_refused_always(headers: dict[str, Any], status: int) -> None:
-    async with scripted_gateway() as (service, _http, client):
+    async with scripted_gateway(rules=HttpRules(trust_tenant=True)) as (service, _http, client):
         for _ in range(NUM_TRIES):
             assert set(await statuses(client, headers)) == {status}
         assert not service.requests and not service.looks
@@ -68,8 +69,9 @@ async def test_a_caller_that_grpc_does_not_take_is_refused_always(headers: dict[
         {KEY: bearer(MAX_CALLER_BYTES), "traceparent": TRACE, "tracestate": "a=".ljust(512, "b")},
         {KEY: bearer(MAX_CALLER_BYTES), "traceparent": TRACE, "tracestate": "a=".ljust(9000, "b")},
         {"traceparent": "\u00fc".encode()},
+        {"baton-tenant": "\u00fc".encode()},
     ],
-    ids=["largest", "trace too long", "trace of other characters"],
+    ids=["largest", "trace too long", "trace of other characters", "tenant that is not trusted"],
 )
 async def test_every_other_caller_is_served(headers: dict[str, Any]) -> None:
     async with scripted_gateway() as (service, _http, client):
