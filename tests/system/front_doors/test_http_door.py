@@ -8,6 +8,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -31,6 +32,8 @@ pytestmark = pytest.mark.integration
 DATA = ROOT / "tests" / "data"
 CERTIFICATE, KEY = DATA / "localhost_certificate.pem", DATA / "localhost_key.pem"
 BODY = {"prompt": "Hi", "max_tokens": 3}
+REPLACED_S = 10.0
+"""Limit in seconds for replacing a process that hangs: after 5 s without a heartbeat, and the heartbeat's interval."""
 
 
 class Lines(list[str]):
@@ -136,7 +139,15 @@ async def test_a_process_that_hangs_is_replaced_also_where_that_cannot_be_printe
         opened(tmp_path, HttpSection(port=0), lines=lines) as (door, _, _other),
         httpx2.AsyncClient(base_url=door.url, timeout=60, headers={"connection": "close"}) as client,
     ):
-        os.kill(processes(door)[0], signal.SIGSTOP)
+        (former,) = processes(door)
+        os.kill(former, signal.SIGSTOP)
+        began_s = time.monotonic()
+
+        async def current() -> int | None:
+            return None if door._process is None else door._process.pid
+
+        await eventually(current, lambda pid: pid not in (None, former), within_s=60)
+        assert time.monotonic() - began_s < REPLACED_S
         answer = await client.post("/v1/completions", json=BODY)  # waits for the next process
         assert answer.json()["choices"][0]["text"] == text_of(3)
         assert "gave no sign of life for 5 s" in await lines.until("has ended")
