@@ -4,6 +4,10 @@ The first worker loads the checkpoint and writes the file. It and all later work
 memory contains the weights once, and a worker that starts does not convert them. `baton.modeling.checkpoints.weights`
 calls this module, in any process. It blocks.
 
+If the machine has several NUMA nodes, each of them on which workers are bound has a file of its own. The system stores
+the pages of a file on the NUMA node of the thread that writes or first reads them, so workers read weights from the
+memory of their own NUMA node.
+
 The file begins with a JSON line (`_Header`), followed by the pickled `DecoderWeights`, in which each tensor is replaced
 by its place, and the bytes of the tensors. Only what `baton.modeling` defines, and the names in `_GLOBALS`, is
 unpickled. Each host has files of its own, because several may use one cache folder.
@@ -35,6 +39,7 @@ from baton.modeling.kernels import native
 from baton.modeling.kernels.huge_pages import WEIGHTS
 from baton.modeling.kernels.process_kernels import KERNELS
 from baton.modeling.kv.buffers import byte_view
+from baton.process.topology import node_of, read_nodes, usable_cpus
 from baton.process.whole_files import whole
 from baton.settings.paths import cache_folder
 
@@ -81,15 +86,17 @@ class _Header:
 
 
 def shared_weights(folder: Path, form: str, load: Callable[[], Loaded]) -> Loaded:
-    """Return the weights that `load` returns, in memory that all processes of the node share. `form`: text that
-    distinguishes the forms in which the weights of `folder` can be loaded.
+    """Return the weights that `load` returns, in memory that all processes of the node share, or those that are bound
+    to the same NUMA node as the calling thread. `form`: text that distinguishes the forms in which the weights of
+    `folder` can be loaded.
 
     If the file in the cache folder is missing, outdated or damaged, call `load` and write the file. Other processes
     wait meanwhile. If it cannot be written, or the weights are small, return what `load` returns.
     """
     where, host = folder.resolve(), platform.node()
     name = xxhash.xxh3_64_hexdigest(f"{host}/{where}/{form}".encode())
-    path = cache_folder() / "weights" / f"{where.name}-{name}"
+    node = node_of(usable_cpus(), read_nodes())
+    path = cache_folder() / "weights" / f"{where.name}-{name}{'' if node is None else f'-node{node}'}"
     lock, made_of = None, ""
     try:
         files = sorted(folder.glob("*.safetensors"))

@@ -16,6 +16,7 @@ from baton.modeling.forward.decoder import Decoder
 from tests.support.models.quantised_folders import write_pair
 from tests.support.models.tiny_models import build_tiny
 from tests.support.paths import advance, buffer_for
+from tests.support.sysfs import Shape
 
 FAMILIES = (
     *("llama_sharded", "llama_biases", "qwen2", "qwen3", "opt_350m", "opt_galactica", "falcon_40b", "phi3_long"),
@@ -87,6 +88,21 @@ def test_files_of_folders_that_are_gone_are_removed(tmp_path: Path, cache: Path)
     (tmp_path / "old").rename(tmp_path / "new")
     load_decoder(tmp_path / "new", shared=True)
     assert [path.name.partition("-")[0] for path in files(cache)] == ["new"]
+
+
+def test_each_numa_node_has_a_file_of_its_own(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are bound to a node share its file. Those that are not bound share another one."""
+    nodes, cpus = Shape(2, 2).nodes(tmp_path / "sys"), set[int]()
+    monkeypatch.setattr(shared_weights, "read_nodes", lambda: nodes)
+    monkeypatch.setattr(shared_weights, "usable_cpus", lambda: cpus)
+    build_tiny("qwen2", tmp_path / "model")
+    expected = logits(load_decoder(tmp_path / "model"))
+    for bound in ({0, 1}, {2}, {3}, {1, 2}):
+        cpus.clear()
+        cpus.update(bound)
+        assert torch.equal(logits(load_decoder(tmp_path / "model", shared=True)), expected)
+    names = [path.name.split("-")[2:] for path in files(cache)]
+    assert names == [[], ["node0"], ["node1"]]
 
 
 class Evil:
