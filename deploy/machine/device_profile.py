@@ -20,7 +20,6 @@ import argparse
 import fcntl
 import logging
 import math
-import os
 import re
 import subprocess
 import sys
@@ -40,6 +39,7 @@ from baton.planning.hardware import Hardware, cpu_rank
 from baton.planning.model_shape import ModelShape
 from baton.process.cores import cpu_quota
 from baton.process.memory import free_bytes, memory_bytes
+from baton.process.topology import computing_cpus, read_nodes, usable_cpus
 from baton.settings.place import WorkerPlace
 from deploy.config.environment import mps_percentage, use_threads
 
@@ -213,9 +213,10 @@ def _core_half(dtype: str, seconds: float) -> Half:
     from deploy.machine.prefill_rates import CPU, attention_work, layer_work, rate_of, read_work
 
     kind = getattr(torch, dtype)
-    num_threads = max(int(min(len(os.sched_getaffinity(0)), cpu_quota())), 1)
+    num_cores = sum(map(len, computing_cpus(read_nodes(usable_cpus()))))
+    num_threads = max(int(min(num_cores, cpu_quota())), 1)
     attention = attention_work(default_kernel(CPU, kind), _CPU_SHAPE, _CPU_PROMPT, kind)
-    works = layer_work(_CPU_SHAPE, _CPU_PROMPT[0], kind), attention, read_work()
+    works = layer_work(_CPU_SHAPE, _CPU_PROMPT[0], kind), attention, read_work(num_threads)
     torch.set_num_threads(1)
     alone = [rate_of(work, seconds, time.thread_time) for work in works]
     torch.set_num_threads(num_threads)

@@ -40,6 +40,8 @@ measured."""
 CPU = torch.device("cpu")
 _LEAST_REPEATS = 3
 _READ_BYTES = 2**28
+_CACHE_BYTES = 2**24
+"""Upper estimate of the bytes of a processor's caches for each of its cores."""
 _DECODES = 8
 """Number of calls of decode attention that are timed together, so that launching them takes no noticeable time."""
 
@@ -121,9 +123,11 @@ def copy_work(device: torch.device) -> Work:
     return lambda: there.copy_(home, non_blocking=True), _READ_BYTES
 
 
-def read_work() -> Work:
-    """Return a function that reads from host memory with all threads of torch, and the number of bytes."""
-    return torch.ones(_READ_BYTES // 4).sum, _READ_BYTES
+def read_work(num_threads: int) -> Work:
+    """Return a function that reads from host memory with all threads of torch, and the number of bytes. They exceed the
+    caches of `num_threads` cores."""
+    num_bytes = max(_READ_BYTES, num_threads * _CACHE_BYTES)
+    return torch.ones(num_bytes // 4).sum, num_bytes
 
 
 def rate_of(work: Work, seconds: float, clock: Clock = time.perf_counter) -> float:
