@@ -5,18 +5,17 @@ device `auto` becomes the machine's GPUs, if there are enough of them, and else 
 fields in `_POOLS`, such as the number of ranks, or different devices for the two roles, the module chooses no ranks,
 threads or cores. It then chooses only the device and the settings that follow from it: the sizes of an engine on a GPU,
 and `_TOGETHER_STEPS`, which limit the size and the duration of a step, if the engines also prefill. Blocks for some
-milliseconds, and longer if torch has not been imported yet.
+milliseconds, for up to a second on a machine with many cores, and longer if torch has not been imported yet.
 """
 
 from dataclasses import replace
-from typing import Any
 
 from deploy.config.cluster import ClusterConfig
 from deploy.config.file import WrittenConfig
-from deploy.machine.cluster_plan import WORKER_BYTES, ClusterPlan
+from deploy.machine.cluster_plan import ClusterPlan
+from deploy.machine.core_fit import divide_cores
 from deploy.machine.gpu_fit import engine_sizes, gpu_costs, usable_gpus
-from deploy.machine.planners import cpu_costs
-from deploy.machine.pool_plans import Costs, PoolPlan, best_plan, core_plans, gpu_plans, reason_for
+from deploy.machine.pool_plans import best_plan, gpu_plans, reason_for
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import Machine
 
@@ -45,7 +44,8 @@ def arrange(written: WrittenConfig, model: ResolvedModel, machine: Machine) -> C
         if gpus:
             plan = _on_gpus(plan, written)
         elif _is_open(written) and _device(plan.config) != "cuda":
-            plan = _on_cores(plan, written, machine)
+            settings, why = divide_cores(plan, machine)
+            plan = replace(plan, config=written.with_choices(plan.config, settings), why=why)
     config = plan.config
     if not config.prefill.num_groups:
         on_gpu = {"max_batched_tokens": _CUDA_STEP_TOKENS} if config.generate.device == "cuda" else {}
@@ -70,26 +70,13 @@ def _device(config: ClusterConfig) -> str:
     return "" if len(chosen) > 1 else next(iter(chosen), "auto")
 
 
-def _on_cores(plan: ClusterPlan, written: WrittenConfig, machine: Machine) -> ClusterPlan:
-    """Return the plan with the machine's cores divided among workers. Its reason compares it with the best plan of the
-    other kind (prefill chain, or one engine that also prefills)."""
-    config, model = plan.config, plan.model
-    dtype, weights = config.model.dtype, config.model.weights
-    costs = Costs(lambda threads: cpu_costs(model, dtype, threads, weights), config.generate.num_slots)
-    most_workers = machine.available_bytes // (model.weight_bytes(dtype, weights) + WORKER_BYTES)
-    found = core_plans(costs, len(machine.cores), most_workers)
-    chosen = best_plan(found)
-    config = written.with_choices(config, _settings_of(chosen, sorted(machine.cores)))
-    return replace(plan, config=config, why=f"{len(machine.cores)} cores: {reason_for(chosen, found)}")
-
-
 def _on_gpus(plan: ClusterPlan, written: WrittenConfig) -> ClusterPlan:
     """Return the plan with one worker on each usable GPU, and with sizes of engines that fit a GPU. If the user has
     configured the pools, roles with the device auto use GPUs only if there are enough for all workers."""
     config, gpus, device = plan.config, plan.gpus, _device(plan.config)
     fullest = min(gpus, key=lambda gpu: gpu.free_bytes)
     costs = gpu_costs(plan.model, config.model.dtype, fullest, config.generate.num_slots)
-    sizes = engine_sizes(config, plan.model, fullest, costs.of(1).step)
+    sizes = engine_sizes(config, plan.model, fullest, costs.of(1, 1.0).step)
     engine = {"device": "cuda", "max_batched_tokens": _CUDA_STEP_TOKENS, **sizes}
     on_gpus, why = written.with_choices(config, {"prefill": {"device": "cuda"}, "generate": engine}), ""
     if _is_open(written):
@@ -104,15 +91,3 @@ def _on_gpus(plan: ClusterPlan, written: WrittenConfig) -> ClusterPlan:
     elif not device or on_gpus.num_gpus > len(gpus):
         on_gpus = written.with_choices(config, {"generate": engine if config.generate.device == "cuda" else {}})
     return replace(plan, config=on_gpus, why=why)
-
-
-def _settings_of(plan: PoolPlan, cores: list[int]) -> dict[str, dict[str, Any]]:
-    """Return the settings of the pools for a plan of cores. The ranks of a chain and the generation engine have
-    separate cores."""
-    if not plan.num_chains:
-        return {"prefill": {"num_groups": 0}, "generate": {"num_threads": plan.engine_units}}
-    engine, ranks = cores[: plan.engine_units], cores[plan.engine_units :]
-    return {
-        "prefill": {"num_groups": 1, "num_ranks": plan.num_ranks, "cores": tuple((core,) for core in ranks)},
-        "generate": {"num_threads": plan.engine_units, "cores": (tuple(engine),)},
-    }

@@ -14,6 +14,7 @@ from pathlib import Path
 from baton import __version__
 from baton.errors import BatonError, ConfigError, ModelError
 from baton.modeling.checkpoints.stored_format import load_format
+from baton.process.topology import computing_cpus
 from baton.settings.addresses import join_address
 from deploy.config.cluster import ClusterConfig
 from deploy.config.environment import use_threads
@@ -158,33 +159,34 @@ def check_cores(config: ClusterConfig, machine: Machine) -> Finding:
     """Check that the pinned cores exist, and warn when there are more workers than cores."""
     pinned = {core for cores in (*config.prefill.cores, *config.generate.cores) for core in cores}
     pinned |= set(config.orchestrator.cores)
-    absent = sorted(pinned - machine.cores)
+    absent = sorted(pinned - machine.cpus)
     if absent:
-        text = f"pinned to {absent}, and there are {sorted(machine.cores)}: change the sections' cores"
+        text = f"pinned to {absent}, and there are {sorted(machine.cpus)}: change the sections' cores"
         return Finding("cores", Verdict.FAILED, text)
-    num_workers, num_cores = config.num_workers, len(machine.cores)
+    num_workers, num_cores = config.num_workers, sum(map(len, computing_cpus(machine.nodes)))
+    threads = f" with {len(machine.cpus)} hardware threads" if len(machine.cpus) > num_cores else ""
+    nodes = f" on {len(machine.nodes)} NUMA nodes" if len(machine.nodes) > 1 else ""
+    text = f"{num_cores}{threads}{nodes} for {num_workers} workers"
     if num_workers > num_cores:
-        text = f"{num_cores} for {num_workers} workers: they share cores; fewer ranks may be as fast"
-        return Finding("cores", Verdict.WARNING, text)
-    return Finding("cores", Verdict.OK, f"{num_cores} for {num_workers} workers")
+        return Finding("cores", Verdict.WARNING, f"{text}: they share cores; fewer ranks may be as fast")
+    return Finding("cores", Verdict.OK, text)
 
 
 def check_memory(plan: ClusterPlan, machine: Machine) -> Finding:
-    """Check that the processes and weights of all workers fit in the host's memory. Workers on a GPU have their weights
-    and, with residency device, their KV on the GPU. Warn when the weights fit, but weights and KV together do not."""
+    """Check that the processes of all workers and the weights fit in the host's memory, where workers on CPUs share the
+    weights (`ClusterPlan.host_weight_bytes`). Workers on a GPU have their weights and, with residency device, their KV
+    on the GPU. Warn when the weights fit, but weights and KV together do not."""
     config = plan.config
-    formats = config.model.dtype, config.model.weights
     on_gpus = sum(size for name, size in config.group_sizes.items() if name.partition("-")[0] in config.gpu_shares)
-    needed = (config.num_workers - on_gpus) * (plan.model.weight_bytes(*formats) + WORKER_BYTES)
-    needed += on_gpus * CUDA_WORKER_BYTES
-    if plan.draft is not None and config.generate.device != "cuda":
-        needed += config.generate.num_groups * plan.draft.weight_bytes(*formats)
+    processes = (config.num_workers - on_gpus) * WORKER_BYTES + on_gpus * CUDA_WORKER_BYTES
+    weights = plan.host_weight_bytes(machine)
+    needed = processes + weights
     text = f"{machine.available_bytes / GIB:.1f} GiB available, {needed / GIB:.1f} GiB for {config.num_workers} workers"
     if needed > machine.available_bytes:
         remedy = "use fewer ranks or groups, a smaller model, or bfloat16"
         return Finding("memory", Verdict.FAILED, f"{text}: {remedy}")
     most = max(config.num_workers, (config.autoscaling.max - 1) * config.prefill.num_ranks + 1)
-    if config.autoscaling.mode == "act" and needed * most > machine.available_bytes * config.num_workers:
+    if config.autoscaling.mode == "act" and processes * most / config.num_workers + weights > machine.available_bytes:
         text = f"{text}, and the autoscaler may start {most}: lower autoscaling.max"
         return Finding("memory", Verdict.WARNING, text)
     is_elsewhere = config.generate.device == "cuda" and config.generate.residency == "device"

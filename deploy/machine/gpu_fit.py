@@ -85,7 +85,7 @@ def gpu_costs(model: ResolvedModel, dtype: str, gpu: GpuState, num_slots: int) -
     shape = model.shape(dtype)
     rates = gpu_profile(gpu.name, shape.dtype_bytes).hardware
     costs = ModelCosts.of(shape, rates)
-    return Costs(lambda _: costs, num_slots, unit="GPU", push=rates.link)
+    return Costs(lambda *_: costs, num_slots, unit="GPU", push=rates.link)
 
 
 def engine_sizes(config: ClusterConfig, model: ResolvedModel, gpu: GpuState, step: WorkCost) -> dict[str, int]:

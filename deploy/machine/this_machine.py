@@ -3,6 +3,7 @@ Functions that measure show their progress and block."""
 
 import importlib.metadata
 import logging
+import math
 import os
 import runpy
 import shutil
@@ -15,7 +16,9 @@ from rich.console import Console
 
 from baton.modeling.kernels import native
 from baton.modeling.kernels.kept_choice import load_choice
+from baton.process.cores import cpu_quota
 from baton.process.memory import free_bytes
+from baton.process.topology import CpuNode, computing_cpus, read_nodes, usable_cpus
 from baton.types import KernelChoice
 from deploy.config.environment import visible_gpus
 from deploy.machine.device_profile import DTYPE_BYTES, failure_of, must_measure
@@ -54,8 +57,8 @@ class GpuState:
 class Machine:
     """The properties of a machine on which a cluster is planned."""
 
-    cores: frozenset[int]
-    """Cores that this process may use."""
+    nodes: tuple[CpuNode, ...]
+    """NUMA nodes, with the cores that this process may use."""
     available_bytes: int
     """Bytes of available memory."""
     shm_bytes: int
@@ -70,6 +73,18 @@ class Machine:
     """GPUs that this process may use. Empty if the machine has no GPU, or if nvidia-smi is not installed."""
     has_cuda: bool = True
     """True if the installed torch is built with CUDA."""
+    cpu_quota: float = math.inf
+    """Number of cores whose time the container of this process may use. Infinity: no limit."""
+
+    @property
+    def cpus(self) -> frozenset[int]:
+        """Indices of the CPUs that this process may use. A core with SMT has several."""
+        return frozenset[int]().union(*(node.cpus for node in self.nodes))
+
+    @property
+    def is_limited(self) -> bool:
+        """True if the container of this process may use the time of fewer cores than the machine has."""
+        return self.cpu_quota < sum(map(len, computing_cpus(self.nodes)))
 
 
 def prepare_machine(console: Console) -> Machine:
@@ -88,8 +103,8 @@ def inspect_machine() -> Machine:
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available = free_bytes() if Path("/proc/meminfo").is_file() else pages
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return Machine(frozenset(cores), available, shm, native.chosen_set(), gpus=find_gpus(), has_cuda=_has_cuda())
+    nodes, kernels = read_nodes(usable_cpus()), native.chosen_set()
+    return Machine(nodes, available, shm, kernels, gpus=find_gpus(), has_cuda=_has_cuda(), cpu_quota=cpu_quota())
 
 
 def gpu_name() -> str:

@@ -30,6 +30,7 @@ from deploy.machine.this_machine import GpuState, Machine
 from deploy.ray_cluster import supervisor_state
 from deploy.ray_cluster.supervisor_state import SupervisorState
 from tests.support.models.config_folders import SMALL, write_config
+from tests.support.sysfs import flat_nodes
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_ray_sees_only_the_gpus_that_are_used_and_the_user_is_told_of_the_others
     save_file({"weight": torch.zeros(8)}, folder / "model.safetensors")
     free = {0: 2**34, 1: 2**20, 2: 2**34}
     gpus = tuple(GpuState(index, "NVIDIA L4", 2**34, free[index], f"GPU-{index}") for index in free)
-    machine = Machine(frozenset({0, 1}), 2**36, 2**30, None, gpus=gpus)
+    machine = Machine(flat_nodes(2), 2**36, 2**30, None, gpus=gpus)
 
     def no_ray(config: ClusterConfig) -> Any:
         raise UnavailableError(f"{config.num_gpus} GPUs of {os.environ['CUDA_VISIBLE_DEVICES']}")

@@ -18,6 +18,7 @@ from deploy.machine.device_profile import kept_path
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import Machine
 from tests.support.models.config_folders import SMALL, write_config
+from tests.support.sysfs import flat_nodes
 
 CORE = replace(CPU_CORE, linear_flops=2e11, pair_flops=1.6e11, memory_bandwidth=1e10)
 SHARED, SCALING = 1e10, 8e10
@@ -41,7 +42,7 @@ def model(cache: Path, tmp_path: Path) -> ResolvedModel:
 
 
 def machine(num_cores: int, available_bytes: int = 2**40) -> Machine:
-    return Machine(frozenset(range(num_cores)), available_bytes, 2**30, None)
+    return Machine(flat_nodes(num_cores), available_bytes, 2**30, None)
 
 
 def arranged(sections: dict[str, Any], model: ResolvedModel, machine: Machine) -> tuple[ClusterConfig, str]:

@@ -39,11 +39,12 @@ from deploy.machine.probe import MeasuredRates, measure
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import GpuState, Machine, inspect_machine
 from tests.support.models.letter_models import write_letter_model
+from tests.support.sysfs import flat_nodes
 from tests.support.tools import has_ipv6
 
 pytestmark = pytest.mark.integration
 
-MACHINE = Machine(cores=frozenset({0, 1}), available_bytes=64 * 2**30, shm_bytes=2**30, instruction_set="x86-64-v3")
+MACHINE = Machine(flat_nodes(2), available_bytes=64 * 2**30, shm_bytes=2**30, instruction_set="x86-64-v3")
 
 
 @pytest.fixture
@@ -266,7 +267,7 @@ def test_a_cluster_elsewhere_is_not_judged_by_this_machine(folder: Path) -> None
 
 def test_this_machine_can_be_inspected() -> None:
     machine = inspect_machine()
-    assert machine.cores
+    assert machine.cpus
     assert machine.available_bytes > 0
 
 

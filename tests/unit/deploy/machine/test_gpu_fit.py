@@ -19,6 +19,7 @@ from deploy.machine.doctor import Verdict, check_devices, check_memory, require
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import GpuState, Machine
 from tests.support.models.config_folders import TINY, write_config
+from tests.support.sysfs import flat_nodes
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -63,7 +64,7 @@ def gpus(number: int, name: str = "NVIDIA L4", used_mib: int = 1) -> tuple[GpuSt
 
 
 def machine(found: tuple[GpuState, ...] = (), host_gib: int = 256, *, has_cuda: bool = True) -> Machine:
-    return Machine(frozenset(range(16)), host_gib * GIB, GIB, None, gpus=found, has_cuda=has_cuda)
+    return Machine(flat_nodes(16), host_gib * GIB, GIB, None, gpus=found, has_cuda=has_cuda)
 
 
 def arranged(model: ResolvedModel, here: Machine, sections: dict[str, Any] | None = None) -> ClusterPlan:
