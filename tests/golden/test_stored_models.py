@@ -1,6 +1,6 @@
-"""Whole models whose weights are kept as they are stored. Prompts, chains, and steps of many tokens compute, bit by bit,
-what the same models compute with weights in bf16, where products have operands in bf16. Steps of few tokens use exact
-weights, and are as close to fp32."""
+"""Whole models whose weights are kept as they are stored. Prompts, chains, and steps of many tokens compute, bit by
+bit, what the same models compute with weights in bf16, where products have operands in bf16. Steps of few tokens use
+exact weights, and are as close to fp32."""
 
 import random
 import shutil

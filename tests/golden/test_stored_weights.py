@@ -1,5 +1,5 @@
-"""Products by weights as they are stored. Where products have operands in bf16, those of many rows equal, bit by bit, the
-products by the same weights in bf16. Other products are those by the exact weights, of inputs that were rounded to
+"""Products by weights as they are stored. Where products have operands in bf16, those of many rows equal, bit by bit,
+the products by the same weights in bf16. Other products are those by the exact weights, of inputs that were rounded to
 integers of 16 bits."""
 
 import math

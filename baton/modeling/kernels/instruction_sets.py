@@ -26,9 +26,7 @@ class InstructionSet:
 _BF16 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 _V4_BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}
 WHEEL_SETS = (
-    InstructionSet(
-        "x86-64-v4-amx", (*_BF16, "-mamx-tile", "-mamx-bf16"), _V4_BF16 | {"amx_tile", "amx_bf16"}
-    ),
+    InstructionSet("x86-64-v4-amx", (*_BF16, "-mamx-tile", "-mamx-bf16"), _V4_BF16 | {"amx_tile", "amx_bf16"}),
     InstructionSet("x86-64-v4-bf16", _BF16, _V4_BF16),
     InstructionSet("x86-64-v4", ("-march=x86-64-v4",), _V4),
     InstructionSet("x86-64-v3", ("-march=x86-64-v3",), _V3),

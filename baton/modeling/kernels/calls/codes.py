@@ -160,8 +160,8 @@ def _described(values_PGFL: Tensor, num_inputs: int) -> tuple[int, int, int]:
 
 
 def _lanes(codes_MK: Tensor) -> Tensor:
-    """Return codes in the order in which the kernel reads them, `[P, U, eights of a unit, 2, pairs of an eight, lanes]`.
-    A lane is an output."""
+    """Return codes in the order in which the kernel reads them, `[P, U, eights of a unit, 2, 4, lanes]`. An eight has 4
+    pairs of inputs. A lane is an output."""
     num_rows, num_inputs = codes_MK.shape
     return codes_MK.view(num_rows // PANEL, PANEL, num_inputs // UNIT, UNIT // 8, 4, 2).permute(0, 2, 3, 5, 4, 1)
 
