@@ -16,6 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Self
@@ -25,6 +26,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from baton.errors import InvalidArgumentError
 from baton.limits import FORM_STACK_BYTES, MAX_COMPILED_BYTES
 from baton.sampling_params import StructuredOutput
+from baton.text.compile_order import CompileOrder
 from baton.text.json_schemas import schema_grammar
 from baton.text.token_masks import ChoiceMasks, Matcher
 
@@ -63,6 +65,16 @@ class Grammar:
             return Matcher(self._matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
 
 
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """Call of `Grammars.prepare`."""
+
+    form: StructuredOutput
+    output_ids: tuple[int, ...]
+    num_choices: int
+    prepared: "Future[list[ChoiceMasks]]" = field(default_factory=Future)
+
+
 class Grammars:
     """Grammars of one model. Thread-safe, except that `close` must be called on the thread that called `prepare`."""
 
@@ -79,9 +91,11 @@ class Grammars:
         """Lock that is held while the tokenizer is loaded, which takes half a second."""
         self._tokenizer: LLTokenizer | None = None
         self._lock = Lock()
-        """Lock for the cached grammars and their total size, and for the two threads (`_compiling`, `_masking`). It is
-        held only for microseconds, because engine threads wait for it."""
+        """Lock for the cached grammars and their total size, for `_waiting`, and for the two threads (`_compiling`,
+        `_masking`). It is held only for microseconds, because engine threads wait for it."""
         self._compiled: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
+        self._waiting = CompileOrder[_Asked]()
+        """Calls of `prepare` that the thread `_compiling` has not begun to serve. It has one task for each of them."""
         self._compiling: ThreadPoolExecutor | None = None
         self._masking: ThreadPoolExecutor | None = None
 
@@ -111,7 +125,7 @@ class Grammars:
             if grammar is not None:
                 self._compiled.move_to_end(form)
                 return grammar
-        tokenizer, num_bytes = self.load(), max(form.compiled_bytes, _LEAST_BYTES)
+        tokenizer, num_bytes = self.load(), _num_bytes(form)
         ends = frozenset(self._eos_token_ids)
         grammar = Grammar(_compile(form, tokenizer), tokenizer.vocab_size, ends, num_bytes)
         with self._lock:
@@ -130,12 +144,16 @@ class Grammars:
         token is computed. Does not block.
 
         `output_ids` are the output tokens that each choice already has. The future raises the errors of `compile`. It
-        raises InvalidArgumentError if `form` does not allow `output_ids`.
+        raises InvalidArgumentError if `form` does not allow `output_ids`. It is cancelled by `close` if the form still
+        waits. The forms that wait are compiled in the order of `baton.text.compile_order`.
         """
+        asked = _Asked(form, tuple(output_ids), num_choices)
         with self._lock:
             self._compiling = self._compiling or _deep_thread("grammar-compiler")
             self._masking = self._masking or _deep_thread("token-masks")
-            return self._compiling.submit(self._prepare, form, tuple(output_ids), num_choices, self._masking)
+            self._waiting.add(asked, _LEAST_BYTES if form in self._compiled else _num_bytes(form))
+            self._compiling.submit(self._prepare_next, self._masking)
+        return asked.prepared
 
     def close(self) -> None:
         """End the threads that compile grammars and compute masks. Masks of choices must not be used after this call.
@@ -145,16 +163,30 @@ class Grammars:
             self._compiling = self._masking = None
         for each in threads:
             each.shutdown(cancel_futures=True)
+        while self._waiting:
+            self._waiting.take().prepared.cancel()
 
-    def _prepare(
-        self, form: StructuredOutput, output_ids: Sequence[int], num_choices: int, thread: ThreadPoolExecutor
-    ) -> list[ChoiceMasks]:
-        grammar = self.compile(form)
-        matchers = [grammar.matcher() for _ in range(num_choices)]
+    def _prepare_next(self, thread: ThreadPoolExecutor) -> None:
+        with self._lock:
+            asked = self._waiting.take()
+        if not asked.prepared.set_running_or_notify_cancel():
+            return  # the caller has given it up
+        try:
+            masks = self._prepare(asked, thread)
+        except BaseException as error:  # noqa: BLE001 - it is raised to the caller, who waits for the future
+            asked.prepared.set_exception(error)
+        else:
+            asked.prepared.set_result(masks)
+        finally:
+            del asked  # an error's traceback refers to this frame
+
+    def _prepare(self, asked: _Asked, thread: ThreadPoolExecutor) -> list[ChoiceMasks]:
+        grammar = self.compile(asked.form)
+        matchers = [grammar.matcher() for _ in range(asked.num_choices)]
         for matcher in matchers:
-            matcher.consume(output_ids)
+            matcher.consume(asked.output_ids)
         mask = matchers[0].mask()
-        return [ChoiceMasks(matcher, len(output_ids), mask, thread) for matcher in matchers]
+        return [ChoiceMasks(matcher, len(asked.output_ids), mask, thread) for matcher in matchers]
 
     def load(self) -> LLTokenizer:
         """Return llguidance's tokenizer for the model. A blocking call; the first call takes half a second. Raises
@@ -168,6 +200,10 @@ class Grammars:
             if self._tokenizer is None:
                 self._tokenizer = _tokenizer_of(self._load_json(), self._eos_token_ids)
             return self._tokenizer
+
+
+def _num_bytes(form: StructuredOutput) -> int:
+    return max(form.compiled_bytes, _LEAST_BYTES)
 
 
 def _deep_thread(name: str) -> ThreadPoolExecutor:

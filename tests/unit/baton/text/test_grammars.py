@@ -1,6 +1,7 @@
 """Forms are compiled once, refused with the place and the remedy, and end where they are complete."""
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from baton.errors import InvalidArgumentError
 from baton.sampling_params import StructuredOutput
-from baton.text.grammars import Grammars
+from baton.text.grammars import Grammar, Grammars
 from baton.text.token_masks import Mask
 from tests.support.models.tiny_tokenizer import EOS_ID, ids_of, letter_tokenizer, text_of
 
@@ -138,6 +139,43 @@ def test_tokens_that_are_not_of_the_form_are_refused() -> None:
             prepared.result(60)
     finally:
         made.close()
+
+
+def test_a_quick_form_waits_for_the_form_that_is_compiled_and_not_for_those_that_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two tenants keep an engine's thread busy with accepted forms of seconds."""
+    slow = [StructuredOutput(regex=f"a{{{size}}}", compiled_bytes=200 * 2**20) for size in range(1, 9)]
+    quick, made, order = StructuredOutput(regex="yes|no", compiled_bytes=3000), grammars(), list[StructuredOutput]()
+    is_begun, may_end, compiled = threading.Event(), threading.Event(), made.compile
+
+    def compile_in_order(form: StructuredOutput) -> Grammar:
+        order.append(form)
+        is_begun.set()
+        assert may_end.wait(60)
+        return compiled(form)
+
+    monkeypatch.setattr(made, "compile", compile_in_order)
+    try:
+        prepared = [made.prepare(form, ()) for form in slow[:4]]
+        assert is_begun.wait(60)
+        prepared += [made.prepare(form, ()) for form in (slow[4], quick, *slow[5:])]
+        may_end.set()
+        for each in prepared:
+            each.result(60)
+    finally:
+        may_end.set()
+        made.close()
+    assert order == [slow[0], quick, *slow[1:]]
+
+
+def test_forms_that_wait_are_given_up_at_the_end() -> None:
+    made = grammars()
+    prepared = [made.prepare(StructuredOutput(regex=f"a{{{size}}}"), ()) for size in range(1, 50)]
+    made.close()
+    assert all(each.done() for each in prepared)
+    made.prepare(StructuredOutput(regex="b"), ()).result(60)  # of a later thread
+    made.close()
 
 
 def test_prepared_masks_of_choices_go_their_own_ways() -> None:
