@@ -27,7 +27,7 @@ from orchestrator.actuation.operations import GroupOperations
 from orchestrator.autoscaling.actions import Action, LeadTimes, Move
 from orchestrator.autoscaling.prediction import Allocation
 from orchestrator.membership.members import Membership
-from orchestrator.membership.view import Group, role_of
+from orchestrator.membership.view import Group, PrefillGroup, role_of
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ class Actuator:
             return
         groups = [group for group in self._working(role) if group.ready]
         if self._lends_ranks and role == "prefill":
-            groups = [group for group in members.view.prefill if group.ready and len(group.endpoints) > 1]
+            groups = [group for group in groups if isinstance(group, PrefillGroup) and len(group.endpoints) > 1]
         names = [group.name for group in groups]
         borrowed = [name for name in names if name in orders.lent]
         if name := min(
@@ -208,9 +208,11 @@ class Actuator:
             self._run(name, self._turn(name))
 
     def _working(self, role: str) -> Sequence[Group]:
-        """Return the groups of that role that are not drained."""
+        """Return the groups of that role that are not drained and have no change in progress. A change that was called
+        off is in progress until its task has noticed that: a second change of the group would have the same name."""
         view = self._members.view
-        return view.prefill if role == "prefill" else view.generation
+        groups: Sequence[Group] = view.prefill if role == "prefill" else view.generation
+        return [group for group in groups if group.name not in self._tasks]
 
     def _worth(self, name: str) -> tuple[int, int, bool, int]:
         """Return a sort key for groups: the least work first. Of groups with equal work, stand-ins (groups that were
