@@ -1,7 +1,8 @@
-"""Bodies whose lists and maps are filled with copies of one element, sent through `baton http` to a cluster of
-processes. Valid streams that run at the same time lose no tokens."""
+"""Bodies whose lists and maps are filled with copies of one element, and grammars that ended processes, sent through
+`baton http` to a cluster of processes. Valid streams that run at the same time lose no tokens."""
 
 import asyncio
+import json
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -19,6 +20,7 @@ from tests.support.clusters.kept import KeptCluster, kept
 from tests.support.models.letter_models import write_letter_model
 from tests.support.models.tiny_tokenizer import write_chat_template
 from tests.support.wire.hostile.bodies import REFUSALS, fields_of, first_of_each_route, status_of
+from tests.support.wire.hostile.named_forms import named_forms
 from tests.support.wire.http_gateway import http_process
 
 pytestmark = pytest.mark.integration
@@ -87,8 +89,11 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
         process, url = await stack.enter_async_context(http_process(made.target, tmp_path))
         direct = await stack.enter_async_context(AsyncClient(made.target, reconnect=NEVER))
         openai = await stack.enter_async_context(AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0))
+        assert made.keeper is not None
+        pid = made.keeper.pid
         yield Served(url, direct, openai)
         assert process.returncode is None
+        assert made.keeper.pid == pid, "the orchestrator was replaced"
 
 
 @pytest.mark.parametrize(
@@ -126,3 +131,8 @@ async def attack(url: str, is_whole: bool) -> None:
         for body in field.bodies():
             status = await asyncio.to_thread(status_of, port, field.path, body)
             assert status in {200, *REFUSALS}, field.told(body)
+    for name, form in named_forms().items():
+        if form.grammar is not None:
+            body = json.dumps({"prompt": "a", "max_tokens": 4, "guided_grammar": form.grammar}).encode()
+            status = await asyncio.to_thread(status_of, port, "/v1/completions", body)
+            assert status in {200, *REFUSALS}, name

@@ -6,6 +6,7 @@ size limit broke the call that streams share, and long lists stopped the engine.
 
 import asyncio
 import itertools
+import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,12 +24,14 @@ from baton.types import FinishReason
 from baton.v1 import common_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
-from benchmarks.support.processor_time import main_threads_used_s
+from benchmarks.support.processor_time import main_threads_used_s, with_descendants
 from deploy.config.file import WrittenConfig
 from tests.support.clusters.clients import Answer
 from tests.support.clusters.kept import KeptCluster, kept
 from tests.support.eventually import eventually
 from tests.support.models.texts import passage_ids
+from tests.support.wire.hostile.forms import resident_bytes
+from tests.support.wire.hostile.named_forms import CHAIN_OF_RULES, large_multiples
 
 pytestmark = pytest.mark.integration
 
@@ -53,11 +56,13 @@ LARGEST = SamplingParams(
     logit_bias=dict.fromkeys(range(5000, 5000 + MAX_LOGIT_BIASES), 1.0),
 )
 FORMS = (
-    StructuredOutput(grammar="start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(2750)) + 'r2750: "a"'),
+    StructuredOutput(grammar=CHAIN_OF_RULES),
     StructuredOutput(json='{"type": "integer", "multipleOf": 9999991}'),
     StructuredOutput(json='{"type": "integer", "allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}'),
     StructuredOutput(regex=r"(\p{L}|\p{N}|\w)*" * 2000),
 )
+MOST_GROWTH_BYTES = 300 * 2**20
+"""Of all processes, by sixteen forms of which eight are served."""
 NEVER = Reconnect(num_connects=1, num_resumes=0)
 
 
@@ -121,6 +126,26 @@ async def attack_by_forms(target: str) -> None:
             assert isinstance(ended, InvalidArgumentError), ended
 
 
+async def attack_by_large_forms(target: str) -> None:
+    """Forms of 45 bytes that are compiled to as many bytes as is permitted, and beyond, all at once. No process keeps
+    gigabytes of them, as a cache of a number of forms did."""
+
+    def cluster_bytes() -> int:
+        return resident_bytes(with_descendants([os.getpid()]) - {os.getpid()})
+
+    async with AsyncClient(target, reconnect=NEVER) as client:
+        await client.generate("a", max_tokens=4, structured_output=StructuredOutput(regex="[0-9]+")).collect()
+        before_bytes = cluster_bytes()  # every process has loaded its compiler
+        streams = [client.generate("a", max_tokens=4, structured_output=form) for form in large_multiples()]
+        ends = await asyncio.gather(*(stream.collect() for stream in streams), return_exceptions=True)
+        assert [isinstance(end, BaseException) for end in ends] == [False] * 8 + [True] * 8, ends
+        assert {type(end) for end in ends[8:]} == {InvalidArgumentError}, ends
+        usages = [end.usage for end in ends if not isinstance(end, BaseException)]
+        assert [usage and usage.num_attempts for usage in usages] == [1] * 8
+        assert cluster_bytes() - before_bytes < MOST_GROWTH_BYTES
+        assert not any(group.is_broken for group in (await client.cluster_state()).groups)
+
+
 @pytest.fixture
 async def running(smollm2: Path) -> AsyncIterator[KeptCluster]:
     """A chain of one rank and one generation group, each with one thread."""
@@ -148,7 +173,8 @@ async def test_hostile_requests_end_nobody_elses_stream(running: KeptCluster) ->
         watched = [Watched(client.generate(token_ids=ids, params=PLAIN), pid) for ids in prompts]
         following = [asyncio.create_task(each.follow()) for each in watched]
         await asyncio.wait_for(asyncio.gather(*(each.begun.wait() for each in watched)), 60)
-        for attack in (attack_by_prompts, attack_by_a_message, attack_by_lists, attack_by_forms):
+        attacks = (attack_by_prompts, attack_by_a_message, attack_by_lists, attack_by_forms, attack_by_large_forms)
+        for attack in attacks:
             await attack(running.target)
         seen = [len(each.used_s) for each in watched]
 

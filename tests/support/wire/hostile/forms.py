@@ -5,16 +5,28 @@
 
 import contextlib
 import json
+import os
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
 from baton.errors import InvalidArgumentError
+from baton.limits import MAX_COMPILED_BYTES
+from baton.modeling.checkpoints.weights import load_config
 from baton.sampling_params import StructuredOutput
-from tests.support.models.tiny_tokenizer import letter_grammars
+from baton.text.grammars import Grammars
+from baton.text.tokenizer import Tokenizer
+from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer
+
+NUM_FIRST = 100
+"""Constraints after which a process has loaded all that it uses."""
+_CACHE_BYTES = 4 * 2**20
+"""Size of the cache of an engine's grammars, small enough that constraints leave it."""
 
 _NUMBERS = (0, 1, 2, 3, 7, 16, 50, 300, 999, 4096, 65_537, 10**6, 10**9, 2**63, 10**30)
 _PIECES = (*'()[]{}|*+?\\"/~\n%\0', "::=", ": ", "$ref", "\u00fc", "\U0001f600")
@@ -148,25 +160,47 @@ _KINDS = (_regex, _regex, _lark, _lark, _gbnf, _schema, _schema, _schema, _choic
 
 
 def main() -> None:
-    """Prepare constraints as an engine does, and advance each by some tokens. Standard input holds a JSON list of the
-    constraints' fields. Print the processor time in seconds of the most expensive constraint, and the growth of the
-    process's memory in bytes."""
-    rng, grammars, most_s = Random(0), letter_grammars(), 0.0
+    """Prepare accepted constraints as an engine does, and advance each by some tokens.
+
+    Standard input holds JSON: the seed of the constraints, the model's folder (empty: letters), and pairs of the number
+    of a constraint and its compiled bytes. Print the processor time in seconds of the most expensive constraint, and
+    the growth of the resident memory in bytes since the constraints with numbers below NUM_FIRST."""
+    seed, folder, accepted = json.load(sys.stdin)
+    num_bytes, rng, drawing, most_s = dict(accepted), Random(0), Random(seed), 0.0
+    grammars = grammars_of(folder, max_bytes=_CACHE_BYTES)
     grammars.prepare(StructuredOutput(regex="a"), ()).result()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for fields in json.load(sys.stdin):
-        given: dict[str, Any] = {**fields, "choice": tuple(fields["choice"])}
-        form = StructuredOutput(**given)
-        begun_s = time.process_time()
+    first_bytes = resident_bytes([os.getpid()])
+    for index in range(max(num_bytes) + 1):
+        drawn = random_form(drawing)
+        if index == NUM_FIRST:
+            first_bytes = resident_bytes([os.getpid()])
+        if index not in num_bytes:
+            continue
+        form, begun_s = replace(drawn, compiled_bytes=num_bytes[index]), time.process_time()
         grammars.prepare(form, ()).result()
         matcher = grammars.compile(form).matcher()
         with contextlib.suppress(InvalidArgumentError):  # an engine ends the choice if a mask is too expensive
             for _ in range(16):
                 allowed = [token_id for token_id, most in enumerate(matcher.mask()) if most > 0]
                 matcher.consume([rng.choice(allowed)])
+        del matcher
         most_s = max(most_s, time.process_time() - begun_s)
     grammars.close()
-    print(json.dumps([most_s, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024]))
+    print(json.dumps([most_s, resident_bytes([os.getpid()]) - first_bytes]))
+
+
+def grammars_of(folder: str, max_bytes: int = MAX_COMPILED_BYTES) -> Grammars:
+    """Return the grammars of the model in `folder`; empty: of the tokenizer of letters. The caller must close them."""
+    if not folder:
+        return Grammars(letter_tokenizer().to_json, (EOS_ID,), max_bytes=max_bytes)
+    eos_token_ids = load_config(Path(folder)).eos_token_ids
+    return Grammars(Tokenizer.load(Path(folder)).to_json, eos_token_ids, max_bytes=max_bytes)
+
+
+def resident_bytes(pids: Iterable[int]) -> int:
+    """Return the resident memory of processes, in bytes."""
+    pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
+    return pages * resource.getpagesize()
 
 
 if __name__ == "__main__":
