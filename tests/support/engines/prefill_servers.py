@@ -106,9 +106,10 @@ async def two_ranks(
     may_share: bool = True,
     watchdog_floor_s: float = TIMEOUT_S,
     clock: Clock | None = None,
+    decoder: Decoder | None = None,
 ) -> AsyncIterator[Ranks]:
     torch.set_num_threads(1)
-    decoder, config = random_decoder(num_layers=3), PrefillConfig(watchdog_floor_s=watchdog_floor_s)
+    decoder, config = decoder or random_decoder(num_layers=3), PrefillConfig(watchdog_floor_s=watchdog_floor_s)
     prefixes = None if prefix_folder is None else PrefixPlace(prefix_folder, PLENTY, prefix_disk)
     async with AsyncExitStack() as stack:
         receiver = await stack.enter_async_context(loopback(layout=decoder.layout))

@@ -11,6 +11,8 @@ import pytest
 
 from baton.errors import BatonError, InvalidArgumentError, StalePrefixError
 from baton.modeling.prefix_store.node import DiskPlace
+from baton.sampling_params import SamplingParams
+from baton.transport.proto_types import history_to_proto
 from baton.types import LeaseRef, Stamp
 from baton.v1 import common_pb2, prefill_pb2
 from tests.support.engines.chains import cached_prefix
@@ -18,6 +20,7 @@ from tests.support.engines.prefill_servers import CHUNKS, IDS, TIMEOUT_S, Ranks,
 from tests.support.engines.prefixes import PLENTY, blocks_in, file_bytes, hung, keep, mapped, prefix_folder, store_in
 from tests.support.eventually import eventually
 from tests.support.manual_clock import ManualClock
+from tests.support.models.damaged import DAMAGED, DamagedDecoder
 from tests.support.models.tiny_models import random_decoder
 
 pytestmark = pytest.mark.integration
@@ -133,6 +136,17 @@ async def test_a_job_that_fails_keeps_nothing_and_lets_its_prefix_go(ranks: Rank
     assert all(isinstance(error, BatonError) for error in errors)
     await nothing_mapped(folder)  # while the ranks live on
     assert blocks_in(folder) == set(NAMES[:2])
+
+
+async def test_a_prompt_whose_logits_are_not_finite_keeps_nothing(folder: Path) -> None:
+    sound = random_decoder(num_layers=3)
+    async with two_ranks(folder, decoder=DamagedDecoder(sound.config, sound.weights)) as ranks:
+        await ranks.start_epoch()
+        job = behind(ranks.job(await ranks.lease()), 0)
+        job.history.CopyFrom(history_to_proto((*IDS[:9], DAMAGED, *IDS[10:25]), IDS[25:], SamplingParams()))
+        _, error = await asyncio.gather(ranks.run(0, job), ranks.run(1, job), return_exceptions=True)
+        assert isinstance(error, BatonError) and "are not finite" in str(error)
+        assert blocks_in(folder) == set()
 
 
 async def test_a_cancelled_job_keeps_nothing(ranks: Ranks, folder: Path) -> None:

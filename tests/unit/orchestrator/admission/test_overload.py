@@ -173,7 +173,7 @@ def test_a_flood_of_urgent_requests_of_a_light_tenant_takes_no_share_of_a_heavy_
     server = overloaded("alike", max_queued_requests=round(3 * CAPACITY))
     heavy, flood = Tenant("heavy", weight=10.0), Tenant("flood", weight=1.0)
     server.load(0.6 * CAPACITY, heavy, patience_s=None)
-    server.load(5 * CAPACITY, flood, patience_s=None, priority=Priority.INTERACTIVE)
+    server.load(200.0, flood, patience_s=None, priority=Priority.INTERACTIVE)
     server.run()
     assert heavy.name not in server.refused
     assert mean(each.wait_s for each in server.asked_by(heavy)) < SERVICE_S
