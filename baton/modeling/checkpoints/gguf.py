@@ -79,7 +79,9 @@ def convert_gguf(path: Path, folder: Path, progress: Callable[[int, int], None],
             file.write(_safetensors_header(tensors))
             progress(0, len(tensors))
             for done, tensor in enumerate(tensors, 1):
-                file.write(byte_view(tensor.content()))
+                with _one_line_errors(path):
+                    data = byte_view(tensor.content())
+                file.write(data)
                 progress(done, len(tensors))
         for file_name, content in (("generation_config.json", generation_config(keys)), ("config.json", config)):
             with whole(folder / file_name) as partial:

@@ -204,6 +204,29 @@ def test_truncated_file_is_refused(fraction: float, tmp_path: Path) -> None:
     assert not list(target.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [("dimension", 0)]
+    + [
+        (place, number)
+        for place in ("tensors", "keys", "name", "dimension", "offset")
+        for number in (2**31, 2**40, 2**62, 2**63 - 1, 2**63)
+    ],
+)
+def test_numbers_that_are_not_true_of_the_file_are_refused(place: str, number: int, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", "llama", tiny_keys("llama"), tiny_tensors("llama"))
+    data, name = bytearray((tmp_path / "tiny.gguf").read_bytes()), b"blk.0.attn_q.weight"
+    after = data.index(name) + len(name)  # then 4 bytes, two dimensions, the type in 4 bytes, and the offset
+    places = {"tensors": 8, "keys": 16, "name": after - len(name) - 8, "dimension": after + 4, "offset": after + 24}
+    at = places[place]
+    data[at : at + 8] = number.to_bytes(8, "little")
+    (tmp_path / "tiny.gguf").write_bytes(data)
+    with pytest.raises(ModelError) as refused:
+        convert_gguf(tmp_path / "tiny.gguf", tmp_path, ignore_progress)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "config.json").exists()
+
+
 def test_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").write_bytes(b"PK\x03\x04" * 1000)
     with pytest.raises(ModelError, match="not a GGUF file"):
