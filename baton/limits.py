@@ -43,6 +43,7 @@ MAX_READING_BYTES: Annotated[
 MAX_REQUEST_ID_CHARS: Annotated[
     int, Limit(_BOTH, "characters", f"{_BAD}; an HTTP header that is longer is replaced", "Id of a request.")
 ] = 128
+MAX_ROLE_CHARS: Annotated[int, Limit(_BOTH, "characters", _BAD, "Role of a chat message.")] = 64
 MAX_CACHE_SALT_CHARS: Annotated[int, Limit(_BOTH, "characters", _BAD, "`cache_salt`.")] = 256
 MAX_LOGPROBS: Annotated[int, Limit(_BOTH, "tokens", _BAD, "`logprobs` and `prompt_logprobs`.")] = 20
 MAX_STOP_STRINGS: Annotated[int, Limit(_BOTH, "strings", _BAD, "`stop`.")] = 16
@@ -53,6 +54,12 @@ MAX_STOP_TOKEN_IDS: Annotated[int, Limit(_BOTH, "token ids", _BAD, "`stop_token_
 MAX_LOGIT_BIASES: Annotated[int, Limit(_BOTH, "entries", _BAD, "`logit_bias`.")] = 1024
 MAX_CHOICES: Annotated[int, Limit(_BOTH, "choices", _BAD, "`n`; also at most the slots of a group.")] = 64
 MAX_DRAFTS: Annotated[int, Limit(_BOTH, "drafts", _BAD, "`num_drafts`: drafts of a choice that a step verifies.")] = 8
+MAX_PENDING_CALLS: Annotated[
+    int, Limit(_BOTH, "calls", "RESOURCE_EXHAUSTED", "gRPC calls that wait until a process accepts them.")
+] = 16_384
+MAX_PENDING_S: Annotated[
+    int, Limit(_BOTH, "s", "CANCELLED", "Time that a gRPC call waits until a process accepts it.")
+] = 3600
 MAX_CRASHES: Annotated[
     int,
     Limit(_BOTH, "workers", "INTERNAL, 500; it is not retried", "Workers that crash while they compute one request."),
@@ -87,6 +94,12 @@ FORM_STACK_BYTES: Annotated[int, Limit(_FORMS, "bytes", _BAD, "Stack of compilin
 MAX_PROOFS: Annotated[
     int, Limit(_FORMS, "forms", _BUSY, "Different forms that are compiled or wait for it; one of each tenant.")
 ] = 64
+MAX_CHILDREN: Annotated[
+    int, Limit(_FORMS, "processes", "none: forms wait", "Child processes of a server that compile forms.")
+] = 2
+MAX_PROVEN_BYTES: Annotated[
+    int, Limit(_FORMS, "bytes", "none: the oldest are compiled again", "Texts of forms whose results a server keeps.")
+] = 32 * 2**20
 MAX_COMPILED_BYTES: Annotated[
     int, Limit(_FORMS, "bytes", "none: the oldest are compiled again", "Compiled forms that a process keeps.")
 ] = 64 * 2**20

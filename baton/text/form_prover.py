@@ -21,14 +21,9 @@ from multiprocessing import Pipe
 from weakref import WeakValueDictionary
 
 from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
-from baton.limits import FORM_CPU_S, FORM_MEMORY_BYTES, FORM_STACK_BYTES, MAX_PROOFS
+from baton.limits import FORM_CPU_S, FORM_MEMORY_BYTES, FORM_STACK_BYTES, MAX_CHILDREN, MAX_PROOFS, MAX_PROVEN_BYTES
 from baton.sampling_params import StructuredOutput
 
-MAX_CHILDREN = 2
-"""Maximum number of child processes. A child process is started when it is needed."""
-MAX_KEPT_BYTES = 32 * 2**20
-"""Maximum size in bytes of the cache of results, including the text of each checked structured output. The least
-recently used results are dropped first."""
 _RETRY_S = 1.0
 _PATIENCE_S = 60.0
 """Time in seconds after which a child process that does not answer is killed. Normally the limit on processor time ends
@@ -213,7 +208,7 @@ class FormProver:
     def _keep(self, form: StructuredOutput, answer: int | str) -> None:
         self._kept[form] = answer
         self._num_kept_bytes += _size(form)
-        while self._num_kept_bytes > MAX_KEPT_BYTES:
+        while self._num_kept_bytes > MAX_PROVEN_BYTES:
             self._num_kept_bytes -= _size(self._kept.popitem(last=False)[0])
 
 

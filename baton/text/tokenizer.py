@@ -24,6 +24,7 @@ from tokenizers import Tokenizer as Core
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from baton.errors import InvalidArgumentError, ModelError
+from baton.limits import MAX_ROLE_CHARS
 from baton.text.control_tokens import ControlTokens, cut, min_parts
 from baton.text.detokenizer import Detokenizer, text_after
 from baton.text.token_bounds import token_bound
@@ -37,7 +38,7 @@ NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _MESSAGE_FIELDS = ("role", "content")
 _TOOL_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 """Optional fields of a message, for tool calls, their results, and the model's reasoning."""
-_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+_ROLE = re.compile(rf"[A-Za-z][A-Za-z0-9_.-]{{0,{MAX_ROLE_CHARS - 1}}}")
 _OWN_OPTIONS = frozenset(signature(TokenizersBackend.apply_chat_template).parameters) | {"messages"}
 """Names that cannot be used as options of a chat template, because they are parameters of the function that renders
 it."""
@@ -271,8 +272,8 @@ def _check_messages(messages: Messages, control: ControlTokens | None) -> None:
             raise InvalidArgumentError(f"messages[{index}].role is empty: use a role such as 'user'")
         if _ROLE.fullmatch(message["role"]) is None:
             raise InvalidArgumentError(
-                f"messages[{index}].role is {message['role']!r:.40}: use a role such as 'user', at most 64 letters, "
-                "digits, '_', '.' and '-'"
+                f"messages[{index}].role is {message['role']!r:.40}: use a role such as 'user', at most "
+                f"{MAX_ROLE_CHARS} letters, digits, '_', '.' and '-'"
             )
         if control is not None and control.is_part(message["role"]):
             raise InvalidArgumentError(

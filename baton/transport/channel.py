@@ -13,16 +13,10 @@ import grpc
 from baton.channel_options import Keepalive as Keepalive
 from baton.channel_options import channel_options, common_options
 from baton.errors import ConfigError
+from baton.limits import MAX_PENDING_CALLS, MAX_PENDING_S
 from baton.settings.addresses import join_address
 from baton.transport.identity import ClusterSecret
 from baton.transport.status_interceptor import Check, StatusInterceptor
-
-MAX_PENDING_CALLS = 16_384
-"""Maximum number of calls that wait until the event loop accepts them. gRPC rejects further calls. gRPC's default is
-1,000."""
-MAX_PENDING_S = 3600
-"""Maximum time in seconds that a call waits until the event loop accepts it. gRPC's default is 30 s, after which gRPC
-cancels the call. Cancelled calls are not retried."""
 
 
 def make_server(keepalive: Keepalive | None = None, *, check: Check | None = None) -> grpc.aio.Server:
@@ -37,6 +31,7 @@ def make_server(keepalive: Keepalive | None = None, *, check: Check | None = Non
         options=(
             *common_options(keepalive or Keepalive()),
             ("grpc.so_reuseport", 0),
+            # gRPC's own limits, 1,000 calls and 30 s, would end calls of a busy server, which are not retried.
             ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
             ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_S),

@@ -152,7 +152,7 @@ async def test_a_full_queue_is_said_with_a_delay(prover: FormProver, monkeypatch
 
 
 async def test_kept_answers_are_bounded(prover: FormProver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(form_prover, "MAX_KEPT_BYTES", 3000)
+    monkeypatch.setattr(form_prover, "MAX_PROVEN_BYTES", 3000)
     for letter in "abcd":
         await prover.prove(StructuredOutput(regex=letter))
     assert [form.regex for form in prover._kept] == ["c", "d"]
