@@ -67,7 +67,7 @@ class Grammar:
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """Call of `Grammars.prepare`."""
+    """Arguments of a call of `Grammars.prepare`, and the future that the call returned."""
 
     form: StructuredOutput
     output_ids: tuple[int, ...]
