@@ -159,6 +159,10 @@ MAX_NESTING: Annotated[
 MAX_PROMPTS: Annotated[int, Limit(_HTTP, "prompts", "400", "Prompts of a completion.")] = 64
 MAX_MESSAGES: Annotated[int, Limit(_HTTP, "messages", "400", "Messages of a chat.")] = 4096
 MAX_PARTS: Annotated[int, Limit(_HTTP, "parts", "400", "Parts of a message's content.")] = 1024
+MAX_FUNCTION_NAME_CHARS: Annotated[int, Limit(_HTTP, "characters", "400", "Name of a function.")] = 64
+MAX_TRACE_CHARS: Annotated[
+    int, Limit(_HTTP, "characters", "none: the header is dropped", "A header of W3C's Trace Context.")
+] = 512
 MAX_TOOLS: Annotated[int, Limit(_HTTP, "tools", "400", "Tools of a request, and calls of a message.")] = 128
 MAX_TEMPLATE_VALUES: Annotated[
     int,

@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from baton.limits import (
+    MAX_CACHE_SALT_CHARS,
     MAX_FORM_CHOICES,
+    MAX_FUNCTION_NAME_CHARS,
     MAX_LOGIT_BIASES,
     MAX_MESSAGES,
     MAX_PARTS,
@@ -19,6 +21,7 @@ from baton.limits import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOOLS,
+    MAX_VALUES,
 )
 
 T = TypeVar("T")
@@ -108,7 +111,7 @@ class SamplingBody(BaseModel):
     guided_choice: Annotated[list[str], Field(max_length=MAX_FORM_CHOICES, fail_fast=True)] | None = None
     priority: Literal["interactive", "standard", "batch"] | None = None
     """Priority of the request in the queue. None means standard."""
-    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
     """Text that limits the use of the prefix cache: only requests with the same salt share cached KV."""
 
 
@@ -185,7 +188,7 @@ class Function(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
+    name: str = Field(min_length=1, max_length=MAX_FUNCTION_NAME_CHARS, pattern=r"^[a-zA-Z0-9_.-]+$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """JSON schema of the function's arguments, which is shown to the model. The arguments that the model writes are
@@ -263,4 +266,4 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     model: str = ""
-    tokens: Annotated[list[int], Field(max_length=2**19, fail_fast=True)]
+    tokens: Annotated[list[int], Field(max_length=MAX_VALUES, fail_fast=True)]

@@ -14,7 +14,7 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, InvalidArgumentError, RequestCancelledError, UnauthenticatedError
-from baton.limits import MAX_CALLER_BYTES, MAX_REQUEST_ID_CHARS
+from baton.limits import MAX_CALLER_BYTES, MAX_REQUEST_ID_CHARS, MAX_TRACE_CHARS
 from baton.process.tracing import has_span
 from baton.text.bounded_reading import BoundedReading
 from gateway.errors import HeadersTooLongError
@@ -32,9 +32,9 @@ _TRACE = ("traceparent", "tracestate")
 _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARS}}}")
 _METADATA = re.compile(r"[\x20-\x7e]*")
 """Pattern of text that gRPC accepts as metadata: printable ASCII."""
-_TRACE_VALUE = re.compile(r"[\x20-\x7e]{0,512}")
-"""Pattern of trace headers that are passed on: printable ASCII, as gRPC requires, and at most 512 bytes. W3C's Trace
-Context requires that values of up to 512 bytes are passed on."""
+_TRACE_VALUE = re.compile(rf"[\x20-\x7e]{{0,{MAX_TRACE_CHARS}}}")
+"""Pattern of trace headers that are passed on: printable ASCII, as gRPC requires. W3C's Trace Context requires that
+values of up to 512 bytes are passed on."""
 FAULT = "the HTTP process failed at this request: see its log"
 _SSE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 

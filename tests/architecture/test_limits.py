@@ -42,12 +42,14 @@ def test_each_limit_is_described() -> None:
 
 
 def _bounds(path: Path) -> Iterator[str]:
-    """Yield the names of constants of a module that look like bounds."""
+    """Yield the names of constants of a module that look like bounds, and its literal bounds on lengths."""
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
             case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
                 if name.lstrip("_").startswith("MAX_"):
                     yield name
+            case ast.keyword(arg="max_length", value=value) if not isinstance(value, ast.Name):
+                yield f"max_length={ast.unparse(value)}"
 
 
 def test_doors_have_no_bounds_of_their_own() -> None:
