@@ -22,20 +22,12 @@ do most prefills: an engine rarely prefills, and streams are then hardly slower.
 _BUDGET_STRETCH = 3.0
 """The same multiple if `step_budget_s` is set. Engines that do all prefills need it if decoding alone takes more than a
 third of the budget. With 1.5, a single stream would take two thirds of each step while prompts wait."""
-_BURST_S = 1.0
-"""Seconds in total by which steps may exceed their limit if `step_budget_s` is set, and if this ends all waiting
-prefills. Streams are then slow for a moment instead of in many steps. This allowance refills slowly."""
 
 
 def stretch(step_budget_s: float) -> float:
     """Return the maximum duration of a decode step with prefill, as a multiple of the same step without prefill. The
     step may always take `step_budget_s` seconds, even if that is longer."""
     return _BUDGET_STRETCH if step_budget_s else _STRETCH
-
-
-def burst_s(step_budget_s: float) -> float:
-    """Return the seconds in total by which steps may exceed their limit in order to end all waiting prefills."""
-    return _BURST_S if 0 < step_budget_s < math.inf else 0.0
 
 
 @dataclass(frozen=True)

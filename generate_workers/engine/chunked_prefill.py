@@ -57,7 +57,7 @@ class ChunkedPrefillPolicy:
         max_tokens = 0 if is_alone else self._most_tokens(rows, decoding)
         max_work = math.inf
         if decoding.num_rows != len(rows):
-            max_work = self._bound.max_work(decoding, self._waiting(rows))
+            max_work = self._bound.max_work(decoding)
         budget = _Budget(max_tokens, max_work, self._work)
         spans = []
         for slot, row in rows.items():
@@ -75,11 +75,6 @@ class ChunkedPrefillPolicy:
         waiting = [row.num_known - row.num_cached for row in rows.values() if row.num_known - row.num_cached > 1]
         is_one_step = max(waiting, default=0) <= self._max_prefill_tokens and sum(waiting) <= self._max_burst_tokens
         return self._max_burst_tokens if is_one_step and self._bound.may_burst(decoding) else self._max_prefill_tokens
-
-    def _waiting(self, rows: Mapping[SlotId, Progress]) -> float:
-        """Return the work of all waiting prefills, in units of PrefillWork."""
-        left = (TokenRange(row.num_cached, row.num_known) for row in rows.values())
-        return sum(self._work.of(tokens) for tokens in left if len(tokens) > 1)
 
     def took(self, plan: StepPlan, seconds: float, *, is_replayed: bool = False) -> None:
         """Report the duration of a step, in seconds, to the StepBound, which predicts later steps from it."""

@@ -1,10 +1,8 @@
 """Limits prefill in steps that also decode (mixed steps), so that decoding sequences are delayed only a little.
 
-A mixed step may take a multiple of the time that decoding alone takes, or `budget_s` seconds if that is more. Mixed
-steps have an allowance, `allowance_s` seconds in total, by which they may exceed this limit. A step may use the
-allowance only if all waiting prefills fit into it. Streams are then slow for a moment instead of in many steps. If
-`allowance_s` is not 0 and no decoding sequence has more than one output token, only the number of tokens limits a
-step, because no client reads a continuous text yet. The setting `step_budget_s` determines the three values
+A mixed step may take a multiple of the time that decoding alone takes, or `budget_s` seconds if that is more. If
+`budget_s` is not 0 and no decoding sequence has more than one output token, only the number of tokens limits a step,
+because no client reads a continuous text yet. The setting `step_budget_s` determines both values
 (`baton.planning.local_prefill`).
 
 The times of decoding and of prefill are predicted by the engine's StepCost (`baton.planning.step_cost`). Kernels of
@@ -21,15 +19,12 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from baton.modeling.forward.model_config import ModelConfig
-from baton.planning.local_prefill import burst_s, stretch
+from baton.planning.local_prefill import stretch
 from baton.planning.step_cost import StepCost
 from baton.planning.work_cost import NO_WORK, StepWork
 from baton.types import TokenRange
 from generate_workers.engine.model_shape import model_shape
 
-_REFILL = 0.05
-"""Fraction of each step's seconds that is added to the allowance, up to its maximum `allowance_s`. The allowance is
-the time by which mixed steps (which decode and prefill) may exceed their limit."""
 _MOST_MIXED = 32
 """Number of successive mixed steps after which one step only decodes. This step measures the time of decoding alone,
 which cannot be measured in mixed steps."""
@@ -97,21 +92,16 @@ class StepBound:
     """Limit of prefill in steps that also decode (mixed steps).
 
     A mixed step takes at most `max_stretch` times as long as decoding alone would, or `budget_s` seconds, whichever
-    is longer. Mixed steps have an allowance, `allowance_s` seconds in total, by which they may exceed this limit. A
-    step may use the allowance only if the predicted time of all waiting prefills fits into it. The allowance refills
-    slowly after use. If `allowance_s` is not 0, mixed steps have no time limit until a decoding sequence has more than
-    one output token.
+    is longer. If `budget_s` is not 0, mixed steps have no time limit until a decoding sequence has more than one output
+    token.
     """
 
-    def __init__(self, cost: StepCost, max_stretch: float, budget_s: float = 0.0, allowance_s: float = 0.0) -> None:
+    def __init__(self, cost: StepCost, max_stretch: float, budget_s: float = 0.0) -> None:
         """Create a limit. `cost` predicts the durations of steps."""
-        assert max_stretch >= 1 and budget_s >= 0 and allowance_s >= 0
+        assert max_stretch >= 1 and budget_s >= 0
         self.cost = cost
         self._max_stretch = max_stretch
         self._budget_s = budget_s
-        self._allowance_s = allowance_s
-        self._patience_s = allowance_s
-        """Remaining allowance in seconds by which mixed steps may exceed their limit. Its maximum is `allowance_s`."""
         self._latest: Decoding | None = None
         """Decoding part of the latest step with decoding sequences. None until such a step has run."""
         self._most_rows = 0
@@ -122,7 +112,7 @@ class StepBound:
     @classmethod
     def of(cls, step_budget_s: float, cost: StepCost) -> Self:
         """Return the limit for a value of the setting `step_budget_s`."""
-        return cls(cost, stretch(step_budget_s), step_budget_s, burst_s(step_budget_s))
+        return cls(cost, stretch(step_budget_s), step_budget_s)
 
     def decode_s(self, decoding: Decoding) -> float:
         """Return the predicted seconds of a step that only decodes, including its drafts."""
@@ -133,24 +123,21 @@ class StepBound:
         planned."""
         return self.decode_s(decoding) + work * self.cost.prefill_s
 
-    def max_work(self, decoding: Decoding, waiting: float = math.inf) -> float:
-        """Return the maximum prefill work of the next step, in units of PrefillWork. `waiting` is the work of all
-        waiting prefills.
+    def max_work(self, decoding: Decoding) -> float:
+        """Return the maximum prefill work of the next step, in units of PrefillWork.
 
-        The result is infinity without a limit, or if no sequence decodes. If `allowance_s` is set, the result is
-        also infinity in two more cases: if no sequence has more than one output token, or if the remaining allowance
-        suffices to end all waiting prefills. The drafts of the next step are not planned yet. As many drafts per
-        sequence as in the latest step are assumed.
+        The result is infinity without a limit, if no sequence decodes, or if the step `may_burst`. The drafts of the
+        next step are not planned yet. As many drafts per sequence as in the latest step are assumed.
         """
-        if not decoding.num_rows or self.may_burst(decoding) or waiting * self.cost.prefill_s <= self._patience_s:
+        if not decoding.num_rows or self.may_burst(decoding):
             return math.inf
         decode_s = self.decode_s(decoding if self._latest is None else decoding.drafting_as(self._latest))
         return (self._bound_s(decode_s) - decode_s) / self.cost.prefill_s
 
     def may_burst(self, decoding: Decoding) -> bool:
         """Return True if one step may prefill all waiting prompts, regardless of its duration. This requires that
-        `allowance_s` is not 0, and that no sequence has more than one output token."""
-        return self._allowance_s > 0 and not decoding.is_streaming
+        `budget_s` is neither 0 nor infinity, and that no sequence has more than one output token."""
+        return 0 < self._budget_s < math.inf and not decoding.is_streaming
 
     def is_to_decode_alone(self, decoding: Decoding) -> bool:
         """Return True if the next step should only decode, so that the cost of decoding is measured. This is the case
@@ -171,19 +158,8 @@ class StepBound:
             self._latest = decoding
         if not work and not is_replayed:
             self._most_rows = max(self._most_rows, decoding.num_rows)
-        self._regain(decoding, work, seconds)
         self.cost.observe(decoding.work, work, seconds - decoding.draft_s, is_replayed=is_replayed)
 
     def _bound_s(self, decode_s: float) -> float:
         """Return the maximum seconds of a mixed step whose decoding alone takes `decode_s` seconds."""
         return max(self._max_stretch * decode_s, self._budget_s)
-
-    def _regain(self, decoding: Decoding, work: float, seconds: float) -> None:
-        """Deduct the seconds by which a step exceeded its limit from the remaining `allowance_s`, and refill it in
-        proportion to the step's time. If no sequence streams, refill it completely."""
-        if not decoding.num_rows or not decoding.is_streaming:
-            self._patience_s = self._allowance_s
-            return
-        over_s = seconds - self._bound_s(self.decode_s(decoding)) if work else 0.0
-        left_s = self._patience_s - max(over_s, 0.0) + _REFILL * max(seconds, 0.0)
-        self._patience_s = min(max(left_s, 0.0), self._allowance_s)
