@@ -93,8 +93,8 @@ class PanelLinear:
     (blocks of 32 rows that the kernel reads sequentially).
 
     A `StoredWeight` keeps its codes, and calls multiply by them. If the multiplication method has operands in bf16,
-    calls with more than four rows multiply by dequantised weights, and their results equal, bit for bit, those of the
-    same weight in bf16. Other results are those of exact weights.
+    calls with many rows (the limits are in linear/weights.h) multiply by dequantised weights, and their results equal,
+    bit for bit, those of the same weight in bf16. Other results are those of exact weights.
 
     If `int8` is set, a weight in bf16 is rounded to int8 with one scale per row, which halves the number of bytes to
     read.

@@ -32,7 +32,7 @@ namespace {
 // Blocks in which a step's rows are multiplied by a linear layer, and the bytes that they take packed.
 struct Packing {
   std::vector<Block> blocks;
-  int64_t num_bytes;
+  int64_t num_bytes = 0;
 };
 
 template <class Way>
@@ -98,7 +98,8 @@ class Step {
     for (int part = 0; part < kNumParts; ++part) {  // all layers have the shapes of the first
       const int64_t K = layers[0][part].weights.K;
       packings_[part] = layers[0][part].packing(T_, K);
-      of_codes_[part] = packing<ByCodes>(T_, K);
+      const auto takes_codes = [&](const Layer& layer) { return T_ <= layer[part].weights.code_rows; };
+      if (std::any_of(layers.begin(), layers.end(), takes_codes)) of_codes_[part] = packing<ByCodes>(T_, K);
       most_bytes = std::max({most_bytes, packings_[part].num_bytes, of_codes_[part].num_bytes});
     }
     for (int i = 0; i < num_threads; ++i) own_.emplace_back(problem, tasks_.found(), most_bytes);

@@ -63,13 +63,14 @@ void run_few(const LinearProblem& p, const std::vector<Block>& blocks, const typ
 template <class Way>
 void run_many(const LinearProblem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed,
               int num_threads) {
-  const int64_t panel_bytes = p.dequantises() ? p.depth * Bf16::kBytes : p.panel_bytes, num_blocks = int64_t(blocks.size());
+  const bool dequantises = p.dequantises();
+  const int64_t panel_bytes = dequantises ? p.depth * Bf16::kBytes : p.panel_bytes, num_blocks = int64_t(blocks.size());
   const int64_t per_group = panels_of_a_group(p, panel_bytes, num_threads);
   const int64_t num_groups = (p.P + per_group - 1) / per_group;
   const int64_t num_parts = (num_blocks * Way::kMostRows + kTaskRows - 1) / kTaskRows;
   share(num_groups * num_parts, num_threads, [&](Pieces& tasks) {
     [[maybe_unused]] typename Way::Scope scope;
-    const std::unique_ptr<Floats[]> room(p.dequantises() ? new Floats[per_group * panel_bytes / sizeof(Floats)] : nullptr);
+    const std::unique_ptr<Floats[]> room(dequantises ? new Floats[per_group * panel_bytes / sizeof(Floats)] : nullptr);
     auto* dequantised = reinterpret_cast<uint16_t*>(room.get());
     for (int64_t task = tasks.take(); task >= 0; task = tasks.take()) {
       const int64_t group = task / num_parts, part = task % num_parts;

@@ -14,7 +14,7 @@
 namespace {
 
 // Rows that are multiplied by codes, at most, where more are multiplied in tiles or pairs of dequantised weights.
-constexpr int64_t kTileCodeRows = 4, kDotCodeRows = kFewRows;
+constexpr int64_t kTileCodeRows = 4, kDotCodeRows = kFewRows, kAllRows = std::numeric_limits<int64_t>::max();
 
 // Weights as entry points take them. P panels, K inputs, N outputs.
 struct Weights {
@@ -59,7 +59,7 @@ inline LinearProblem of_weights(const Weights& weights, std::string_view product
     check(p.codes.bits == 4 || p.codes.bits == 6 || p.codes.bits == 8, "there are no codes of ", p.codes.bits, " bits");
     const Dequantise all[] = {dequantise<4>, dequantise<6>, dequantise<8>};
     p.dequantise = all[p.codes.bits / 2 - 2];
-    p.code_rows = product == "widened" ? std::numeric_limits<int64_t>::max() : product == "tiles" ? kTileCodeRows : kDotCodeRows;
+    p.code_rows = product == "tiles" ? kTileCodeRows : product == "dot" ? kDotCodeRows : kAllRows;
     p.panel_bytes = p.depth / kUnit * p.codes.unit_bytes();
   }
   return p;
