@@ -148,7 +148,7 @@ def _code() -> str:
     return xxhash.xxh3_64_hexdigest(b"".join(path.read_bytes() for path in sources))
 
 
-class _Writer(pickle.Pickler):
+class _TensorPickler(pickle.Pickler):
     """Pickler that replaces each tensor by its place, dtype and shape."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -199,7 +199,7 @@ class _Reader(pickle.Unpickler):
 def _write(path: Path, header: _Header, weights: DecoderWeights) -> None:
     """Write the file. The header's sizes are set here."""
     pickled = io.BytesIO()
-    writer = _Writer(pickled)
+    writer = _TensorPickler(pickled)
     writer.dump(weights)
     _require_room(path, writer.num_bytes)
     longest = len(json.dumps(dataclasses.asdict(header))) + 64
