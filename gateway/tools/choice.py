@@ -108,6 +108,9 @@ def _document(parameters: dict[str, Any], place: int) -> dict[str, Any]:
     given = str(made.get("$id", ""))
     uri = given if given.startswith(base) else base + given
     of_draft_4 = {"id": uri} if "draft-04/" in str(made.get("$schema")) else {}
+    parts = made.get("allOf", [])
+    if "$ref" in made and isinstance(parts, list):  # drafts 4 to 7 ignore an $id next to a $ref
+        made["allOf"] = [*parts, {"$ref": made.pop("$ref")}]
     return {**made, "$id": uri, **of_draft_4}
 
 

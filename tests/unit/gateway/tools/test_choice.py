@@ -103,7 +103,7 @@ def allowed(parameters: list[dict[str, Any]]) -> list[tuple[int, str]]:
     return found
 
 
-DRAFT_4, DRAFT_7 = (f"http://json-schema.org/draft-0{number}/schema#" for number in (4, 7))
+DRAFT_4, DRAFT_6, DRAFT_7 = (f"http://json-schema.org/draft-0{number}/schema#" for number in (4, 6, 7))
 DRAFT_2020 = "https://json-schema.org/draft/2020-12/schema"
 
 
@@ -144,6 +144,21 @@ def test_definitions_of_earlier_drafts_are_followed() -> None:
         "definitions": {"A": {"enum": ["y"]}},
     }
     assert allowed([schema]) == [(0, "y")]
+
+
+@pytest.mark.parametrize("draft", [DRAFT_4, DRAFT_6, DRAFT_7, DRAFT_2020, None])
+@pytest.mark.parametrize("more", [{}, {"allOf": [{}, {"$ref": "#/allOf/0"}]}])
+def test_the_whole_may_be_a_reference(draft: str | None, more: dict[str, Any]) -> None:
+    both = [
+        {
+            "$ref": "#/definitions/A",
+            "definitions": {"A": {"type": "object", "properties": {"a": {"enum": [value]}}, "required": ["a"]}},
+            **more,
+            **({"$schema": draft} if draft else {}),
+        }
+        for value in "xy"
+    ]
+    assert allowed(both) == [(0, "x"), (1, "y")]
 
 
 def test_a_reference_may_lead_to_a_property_or_to_the_whole() -> None:
