@@ -99,14 +99,16 @@ def _call(tool: Tool, place: int) -> dict[str, Any]:
 
 def _document(parameters: dict[str, Any], place: int) -> dict[str, Any]:
     """Return a copy of a function's parameters as a JSON schema document of its own within the form. References within
-    the parameters keep their meaning, because they are relative to the document's `$id`, which contains `place`."""
-    base = f"tool://{place}/"
+    the parameters keep their meaning, because they are relative to the document's `$id`, whose scheme contains
+    `place`."""
+    scheme = f"tool{place}+"
     try:
-        made = _renamed(parameters, base)
+        made = _renamed(parameters, scheme)
     except RecursionError as error:
         raise InvalidArgumentError("tools: the parameters of a function are nested too deeply: flatten them") from error
-    given = str(made.get("$id", ""))
-    uri = given if given.startswith(base) else base + given
+    uri = str(made.get("$id", ""))
+    if not uri.startswith(scheme):
+        uri = f"{scheme}http:{uri}" if uri.startswith("//") else f"{scheme}http://root/{uri.lstrip('/')}"
     of_draft_4 = {"id": uri} if "draft-04/" in str(made.get("$schema")) else {}
     parts = made.get("allOf", [])
     if "$ref" in made and isinstance(parts, list):  # drafts 4 to 7 ignore an $id next to a $ref
@@ -114,21 +116,21 @@ def _document(parameters: dict[str, Any], place: int) -> dict[str, Any]:
     return {**made, "$id": uri, **of_draft_4}
 
 
-def _renamed(schema: Any, base: str) -> Any:
-    """Return a copy of a JSON schema in which absolute URIs of its parts begin with `base`. Other functions may give
-    the same URIs to other schemas."""
+def _renamed(schema: Any, scheme: str) -> Any:
+    """Return a copy of a JSON schema in which absolute URIs of its parts begin with `scheme`, so that relative ones
+    still resolve against them. Other functions may give the same URIs to other schemas."""
     if isinstance(schema, list):
-        return [_renamed(each, base) for each in schema]
+        return [_renamed(each, scheme) for each in schema]
     if not isinstance(schema, dict):
         return schema
     found = dict[str, Any]()
     for name, value in schema.items():
         if name in ("$id", "$ref") and isinstance(value, str) and _ABSOLUTE.match(value):
-            found[name] = base + value.replace("://", "/")
+            found[name] = scheme + value
         elif name in _LITERALS:
             found[name] = value
         elif name in _NAMED and isinstance(value, dict):
-            found[name] = {key: _renamed(each, base) for key, each in value.items()}
+            found[name] = {key: _renamed(each, scheme) for key, each in value.items()}
         else:
-            found[name] = _renamed(value, base)
+            found[name] = _renamed(value, scheme)
     return found

@@ -117,6 +117,11 @@ DRAFT_2020 = "https://json-schema.org/draft/2020-12/schema"
         ("http://x/y.json#/$defs/A", {}, {"$id": "http://x/y.json"}),
         ("y.json#/$defs/A", {}, {"$id": "http://x/y.json"}),
         ("urn:a", {"$id": "urn:a"}, {}),
+        *(("/b", {"$id": part}, {"$id": "http://e.com/a"}) for part in ("http://e.com/b", "//e.com/b", "/b", "b")),
+        *((to, {"$id": "http://e.com/b"}, {"$id": "http://e.com/c/a"}) for to in ("../b", "//e.com/b", "/b")),
+        *((to, {"$id": "//e.com/b"}, {"$id": "//e.com/a"}) for to in ("b", "/b", "//e.com/b")),
+        *((to, {"$id": "/b"}, {"$id": "/a"}) for to in ("b", "/b", "/a#/$defs/A")),
+        ("https://e.com/b", {"$id": "https://e.com/b"}, {"$id": "http://e.com/b"}),
         ("#A", {"$anchor": "A"}, {}),
     ],
 )
