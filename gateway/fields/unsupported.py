@@ -21,7 +21,8 @@ _NOTHING_OF: Mapping[str, tuple[object, ...]] = {
     "dynatemp_range": (0,),
     "include_reasoning": (True,),
     "length_penalty": (1,),
-    "mirostat": (0,),
+    "logprobs": (0, False),
+    "mirostat": (0, False),
     "modalities": ([], ["text"]),
     "n_predict": (-1,),
     "n_probs": (0,),
@@ -131,5 +132,7 @@ def refuse_unsupported(body: BaseModel, *, adds_special_tokens: bool) -> None:
 def _other_name(name: str, known: Collection[str]) -> str | None:
     """Return a text that names the field of the body which has the purpose of the field `name`; None if there is
     none."""
+    if name == "prompt" and "instructions" in known:  # OpenAI's template of both
+        return "use instructions and input"
     same = next((names for names in _SAME if name in names), ())
     return next((f"use {each}" for each in same if each in known), None)

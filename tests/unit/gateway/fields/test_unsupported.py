@@ -23,7 +23,8 @@ NOTHING: list[tuple[str, Any]] = [
     ("include_reasoning", True),
     ("skip_special_tokens", True),
     ("add_special_tokens", True),
-    *(("n_predict", -1), ("repeat_penalty", 1), ("repeat_penalty", 1.0), ("typical_p", 1.0), ("mirostat", 0)),
+    *(("n_predict", -1), ("repeat_penalty", 1), ("repeat_penalty", 1.0), ("typical_p", 1.0)),
+    *(("mirostat", 0), ("mirostat", False)),
     *(("tools", []), ("tool_choice", "auto"), ("tool_choice", "none"), ("truncation", "disabled"), ("do_sample", True)),
     ("reasoning_effort", "low"),
     ("store", True),
@@ -37,6 +38,12 @@ def test_what_asks_for_nothing_or_only_hints_is_taken(name: str, value: Any) -> 
     refuse_unsupported(body, adds_special_tokens=True)
 
 
+@pytest.mark.parametrize("value", [0, False])
+def test_logprobs_of_no_tokens_change_no_response(value: object) -> None:
+    body = ResponsesBody.model_validate({"input": "Hi", "logprobs": value})
+    refuse_unsupported(body, adds_special_tokens=False)
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED - ChatBody.model_fields.keys()))
 def test_what_would_change_the_answer_is_refused(name: str) -> None:
     body = ChatBody.model_validate({"messages": [], name: {"a": 1}})
@@ -48,7 +55,7 @@ def test_what_would_change_the_answer_is_refused(name: str) -> None:
     ("name", "value"),
     [
         *(("skip_special_tokens", False), ("add_special_tokens", True), ("modalities", ["audio"])),
-        *(("prompt_logprobs", 0), ("mirostat", False), ("do_sample", False), ("do_sample", 1)),
+        *(("prompt_logprobs", 0), ("mirostat", True), ("do_sample", False), ("do_sample", 1)),
     ],
 )
 def test_values_that_are_no_defaults_are_refused(name: str, value: Any) -> None:
@@ -98,6 +105,8 @@ def test_a_field_of_another_path_is_known_or_refused_or_changes_nothing(kind: ty
         (ResponsesBody, "max_tokens", 5, "max_output_tokens"),
         (ResponsesBody, "max_completion_tokens", 5, "max_output_tokens"),
         (ResponsesBody, "logprobs", True, "include"),
+        (ResponsesBody, "logprobs", 1, "include"),
+        (ResponsesBody, "prompt", {"id": "pmpt_1", "variables": {}}, "instructions and input"),
         (ResponsesBody, "messages", [{"role": "user", "content": "a"}], "input"),
         (CompletionBody, "max_completion_tokens", 5, "max_tokens"),
         (CompletionBody, "max_output_tokens", 5, "max_tokens"),
