@@ -15,7 +15,7 @@ uses the interfaces KvSender and Links.
 import logging
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -322,6 +322,8 @@ class PrefillEngine:
             job.turn()
         except BatonError as refused:
             error = refused.with_traceback(None)  # the traceback would hold the job's memory
+        except CancelledError:  # of its token masks
+            error = RequestCancelledError(f"job {job.job.number} was cancelled")
         except Exception as failure:
             logger.exception("job %d failed in its turn", job.job.number)
             error = ChainError(f"job {job.job.number} failed in its turn ({failure!r}): see this rank's log")

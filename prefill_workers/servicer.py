@@ -146,8 +146,6 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
 
     async def _run(self, request: prefill_pb2.PrefillJob, channel: grpc.aio.Channel) -> prefill_pb2.PrefillReport:
         job = job_from_proto(request, await self._open_prefix(request))
-        if job.params.structured_output is not None:
-            job = replace(job, masks=self._masks(job, job.params.structured_output))
         filling = self._filling(request, job)
         lease = lease_from_proto(request.lease)
         if lease.num_tokens != job.chunks[-1].end:
@@ -156,6 +154,8 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         kv_sender = PushSender(session, lease.num_present_tokens, filling)
         filled = Filled()
         try:
+            if job.params.structured_output is not None:
+                job = replace(job, masks=self._masks(job, job.params.structured_output))
             if filling is not None and len(job.ranks) > 1:
                 await self._blocks.run(filling.take)
             report = await self._compute(job, kv_sender, session)
@@ -167,6 +167,8 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
                 self._blocks.sink(partial(filling.sink, filled.stored))
         finally:
             session.cancel()
+            if job.masks is not None:
+                job.masks.cancel()
             if filling is not None:
                 filling.drop()
             # The session may keep an error whose traceback has this frame, long after the job has ended.

@@ -95,7 +95,8 @@ class Grammars:
         `_masking`). It is held only for microseconds, because engine threads wait for it."""
         self._compiled: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
         self._waiting = CompileOrder[_Asked]()
-        """Calls of `prepare` that the thread `_compiling` has not begun to serve. It has one task for each of them."""
+        """Calls of `prepare` that the thread `_compiling` has not begun to serve. It has at least one task for each of
+        them."""
         self._compiling: ThreadPoolExecutor | None = None
         self._masking: ThreadPoolExecutor | None = None
 
@@ -145,7 +146,8 @@ class Grammars:
 
         `output_ids` are the output tokens that each choice already has. The future raises the errors of `compile`. It
         raises InvalidArgumentError if `form` does not allow `output_ids`. It is cancelled by `close` if the form still
-        waits. The forms that wait are compiled in the order of `baton.text.compile_order`.
+        waits. The caller cancels it when the request ends, so that a form that still waits is not compiled. The forms
+        that wait are compiled in the order of `baton.text.compile_order`.
         """
         asked = _Asked(form, tuple(output_ids), num_choices)
         with self._lock:
@@ -153,6 +155,7 @@ class Grammars:
             self._masking = self._masking or _deep_thread("token-masks")
             self._waiting.add(asked, _LEAST_BYTES if form in self._compiled else _num_bytes(form))
             self._compiling.submit(self._prepare_next, self._masking)
+        asked.prepared.add_done_callback(self._drop_cancelled)
         return asked.prepared
 
     def close(self) -> None:
@@ -168,9 +171,11 @@ class Grammars:
 
     def _prepare_next(self, thread: ThreadPoolExecutor) -> None:
         with self._lock:
+            if not self._waiting:
+                return  # some were cancelled
             asked = self._waiting.take()
         if not asked.prepared.set_running_or_notify_cancel():
-            return  # the caller has given it up
+            return  # cancelled just now
         try:
             masks = self._prepare(asked, thread)
         except BaseException as error:  # noqa: BLE001 - it is raised to the caller, who waits for the future
@@ -179,6 +184,12 @@ class Grammars:
             asked.prepared.set_result(masks)
         finally:
             del asked  # an error's traceback refers to this frame
+
+    def _drop_cancelled(self, prepared: "Future[list[ChoiceMasks]]") -> None:
+        """Remove the calls whose futures are cancelled from those that wait, if `prepared` is cancelled."""
+        if prepared.cancelled():
+            with self._lock:
+                self._waiting.drop(lambda asked: asked.prepared.cancelled())
 
     def _prepare(self, asked: _Asked, thread: ThreadPoolExecutor) -> list[ChoiceMasks]:
         grammar = self.compile(asked.form)

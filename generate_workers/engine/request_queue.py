@@ -138,12 +138,14 @@ class RequestQueue:
             return batch_slots
 
     def forget(self, stream: EngineStream) -> None:
-        """Remove a stream that has ended."""
+        """Remove a stream that has ended. Its structured output is not compiled if it still waits for this."""
         with self._condition:
             self._waiting.pop(stream.stream_id, None)
             del self._open[stream.stream_id]
             if stream.request.lease_ref is not None:
                 self._refs.pop(stream.request.lease_ref, None)
+        if stream.masks is not None:
+            stream.masks.cancel()
 
     def await_work(self) -> bool:
         """Block until a message arrives, a slot changes, a lease expires, or the queue is closed. Return False if the

@@ -17,6 +17,7 @@ from baton.modeling.prefix_store.node import DiskPlace
 from baton.process.clock import Clock, SystemClock
 from baton.proto_types import range_to_proto
 from baton.sampling_params import SamplingParams
+from baton.text.grammars import Grammars
 from baton.transport.channel import make_channel
 from baton.transport.proto_types import history_to_proto, lease_to_proto
 from baton.transport.status_interceptor import translate_rpc_errors
@@ -107,6 +108,7 @@ async def two_ranks(
     watchdog_floor_s: float = TIMEOUT_S,
     clock: Clock | None = None,
     decoder: Decoder | None = None,
+    grammars: Sequence[Grammars | None] = (None, None),
 ) -> AsyncIterator[Ranks]:
     torch.set_num_threads(1)
     decoder, config = decoder or random_decoder(num_layers=3), PrefillConfig(watchdog_floor_s=watchdog_floor_s)
@@ -119,8 +121,9 @@ async def two_ranks(
                 PLACE,
                 prefixes=prefixes,
                 may_share=may_share,
+                grammars=each,
             )
-            for _ in range(2)
+            for each in grammars
         ]
         channels = [
             await stack.enter_async_context(make_channel(f"{HOST}:{server.port}", secret=SECRET)) for server in servers

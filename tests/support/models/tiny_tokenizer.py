@@ -4,13 +4,17 @@ Its vocabulary is that of `tiny_models.random_decoder()`: 95 characters, then <s
 """
 
 import tempfile
+import threading
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Core
 
-from baton.text.grammars import Grammars
+from baton.sampling_params import StructuredOutput
+from baton.text.grammars import Grammar, Grammars
 from baton.text.tokenizer import Tokenizer
 from tests.support.models.tokenizers import CHAT_TEMPLATE, write_folder
 
@@ -59,6 +63,26 @@ def letter_tokenizer() -> Tokenizer:
     """Return the tokenizer, loaded in the same way as from any model's folder."""
     with tempfile.TemporaryDirectory() as folder:
         return Tokenizer.load(write_letters(Path(folder)))
+
+
+class HeldGrammars(Grammars):
+    """Grammars of which none is compiled before `may_end` is set."""
+
+    def __init__(self, load_json: Callable[[], str], eos_token_ids: Sequence[int], **options: Any) -> None:
+        super().__init__(load_json, eos_token_ids, **options)
+        self.begun = list[StructuredOutput]()
+        """Forms whose compilation has begun, in order."""
+        self.is_begun, self.may_end = threading.Event(), threading.Event()
+
+    def compile(self, form: StructuredOutput) -> Grammar:
+        self.begun.append(form)
+        self.is_begun.set()
+        assert self.may_end.wait(60)
+        return super().compile(form)
+
+    def close(self) -> None:
+        self.may_end.set()
+        super().close()
 
 
 def letter_grammars() -> Grammars:

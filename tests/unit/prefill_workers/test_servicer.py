@@ -10,7 +10,7 @@ import pytest
 from baton import __version__
 from baton.errors import BatonError, EpochEndedError, InvalidArgumentError, LinkBrokenError, UnavailableError
 from baton.proto_types import range_from_proto, range_to_proto
-from baton.sampling_params import SamplingParams
+from baton.sampling_params import SamplingParams, StructuredOutput
 from baton.transport.proto_types import history_to_proto
 from baton.transport.status_interceptor import translate_rpc_errors
 from baton.types import LeaseRef, Stamp, TokenRange
@@ -18,6 +18,7 @@ from baton.v1 import prefill_pb2
 from prefill_workers.servicer import job_from_proto
 from tests.support.engines.prefill_servers import CHUNKS, HOST, TIMEOUT_S, Ranks, two_ranks
 from tests.support.eventually import eventually
+from tests.support.models.tiny_tokenizer import EOS_ID, HeldGrammars, letter_tokenizer
 
 pytestmark = pytest.mark.integration
 
@@ -94,6 +95,23 @@ async def test_cancelled_call_ends_its_job_and_its_push(ranks: Ranks) -> None:
     call.cancel()
     await eventually(lambda: ranks.status(1), lambda status: status.num_jobs == 0, TIMEOUT_S)
     await ranks.receiver.sink.writers_become(lease.ref.slot, 0)
+
+
+async def test_forms_of_cancelled_calls_are_not_compiled_if_they_wait() -> None:
+    grammars = HeldGrammars(letter_tokenizer().to_json, (EOS_ID,))
+    forms = [StructuredOutput(choice=(letter,)) for letter in "abc"]
+    async with two_ranks(grammars=(None, grammars)) as ranks:
+        await ranks.start_epoch()
+        first = grammars.prepare(forms[0], ())
+        assert await asyncio.to_thread(grammars.is_begun.wait, TIMEOUT_S)
+        call = ranks.stubs[1].Run(ranks.job(await ranks.lease(), params=SamplingParams(structured_output=forms[1])))
+        await eventually(lambda: ranks.status(1), lambda status: status.num_jobs == 1, TIMEOUT_S)
+        call.cancel()
+        await eventually(lambda: ranks.status(1), lambda status: status.num_jobs == 0, TIMEOUT_S)
+        grammars.may_end.set()
+        for each in (first, grammars.prepare(forms[2], ())):
+            await asyncio.wrap_future(each)
+    assert grammars.begun == [forms[0], forms[2]]
 
 
 async def test_job_of_an_ended_epoch_is_refused(ranks: Ranks) -> None:

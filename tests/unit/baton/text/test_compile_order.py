@@ -43,6 +43,20 @@ def test_equal_forms_keep_their_order() -> None:
     assert taken(order, 4) == "abcd"
 
 
+def test_dropped_forms_use_no_share_of_their_class() -> None:
+    order = CompileOrder[str]()
+    for name in "xsxx":
+        order.add(name, SMALL)
+    for name in "ml":
+        order.add(name, 3 * SMALL)
+    order.drop(lambda name: name == "x")
+    order.add("t", SMALL)
+    assert len(order) == 4
+    assert taken(order, 4) == "stml"
+    with pytest.raises(IndexError):
+        order.take()
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_form_waits_for_at_most_one_form_of_each_larger_class(seed: int) -> None:
     rng, order = random.Random(seed), CompileOrder[int]()

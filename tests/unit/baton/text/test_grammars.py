@@ -1,17 +1,17 @@
 """Forms are compiled once, refused with the place and the remedy, and end where they are complete."""
 
 import json
-import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from baton.errors import InvalidArgumentError
 from baton.sampling_params import StructuredOutput
-from baton.text.grammars import Grammar, Grammars
+from baton.text.grammars import Grammars
 from baton.text.token_masks import Mask
-from tests.support.models.tiny_tokenizer import EOS_ID, ids_of, letter_tokenizer, text_of
+from tests.support.models.tiny_tokenizer import EOS_ID, HeldGrammars, ids_of, letter_tokenizer, text_of
 
 
 def grammars(**fields: Any) -> Grammars:
@@ -141,32 +141,32 @@ def test_tokens_that_are_not_of_the_form_are_refused() -> None:
         made.close()
 
 
-def test_a_quick_form_waits_for_the_form_that_is_compiled_and_not_for_those_that_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_quick_form_waits_for_the_form_that_is_compiled_and_not_for_those_that_wait() -> None:
     """Two tenants keep an engine's thread busy with accepted forms of seconds."""
     slow = [StructuredOutput(regex=f"a{{{size}}}", compiled_bytes=200 * 2**20) for size in range(1, 9)]
-    quick, made, order = StructuredOutput(regex="yes|no", compiled_bytes=3000), grammars(), list[StructuredOutput]()
-    is_begun, may_end, compiled = threading.Event(), threading.Event(), made.compile
-
-    def compile_in_order(form: StructuredOutput) -> Grammar:
-        order.append(form)
-        is_begun.set()
-        assert may_end.wait(60)
-        return compiled(form)
-
-    monkeypatch.setattr(made, "compile", compile_in_order)
-    try:
+    quick = StructuredOutput(regex="yes|no", compiled_bytes=3000)
+    with closing(HeldGrammars(letter_tokenizer().to_json, (EOS_ID,))) as made:
         prepared = [made.prepare(form, ()) for form in slow[:4]]
-        assert is_begun.wait(60)
+        assert made.is_begun.wait(60)
         prepared += [made.prepare(form, ()) for form in (slow[4], quick, *slow[5:])]
-        may_end.set()
+        made.may_end.set()
         for each in prepared:
             each.result(60)
-    finally:
-        may_end.set()
-        made.close()
-    assert order == [slow[0], quick, *slow[1:]]
+        assert made.begun == [slow[0], quick, *slow[1:]]
+
+
+def test_a_form_that_is_cancelled_while_it_waits_is_not_compiled() -> None:
+    forms = [StructuredOutput(regex=f"a{{{size}}}", compiled_bytes=200 * 2**20) for size in range(1, 5)]
+    with closing(HeldGrammars(letter_tokenizer().to_json, (EOS_ID,))) as made:
+        first, *waiting, last = [made.prepare(form, ()) for form in forms]
+        assert made.is_begun.wait(60)
+        assert not first.cancel()
+        assert all(each.cancel() for each in waiting)
+        made.may_end.set()
+        for each in (first, last):
+            each.result(60)
+        made.prepare(forms[0], ()).result(60)  # also after the tasks of those that were cancelled
+        assert made.begun == [forms[0], forms[-1], forms[0]]
 
 
 def test_forms_that_wait_are_given_up_at_the_end() -> None:

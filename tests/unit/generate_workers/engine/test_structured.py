@@ -15,11 +15,11 @@ from baton.errors import InvalidArgumentError
 from baton.sampling_params import SamplingParams, StructuredOutput
 from baton.types import FinishReason, RequestId, SampledToken
 from generate_workers.config import SpeculationName
-from generate_workers.engine.rows import GenerationRequest
+from generate_workers.engine.rows import GenerationRequest, StreamId
 from generate_workers.slots.kv_memory import MemoryLimits
 from tests.support.engines.generation import Collector, Harness, eos_decoder, harness, prompt
 from tests.support.engines.slot_tables import page_bytes
-from tests.support.models.tiny_tokenizer import EOS_ID, ids_of, letter_grammars, text_of
+from tests.support.models.tiny_tokenizer import EOS_ID, HeldGrammars, ids_of, letter_grammars, text_of
 from tests.support.schemas import Schema, random_schema, suite_schemas
 
 MAX_TOKENS = 160
@@ -202,3 +202,30 @@ def test_a_stream_that_is_cancelled_while_its_form_is_compiled_leaves_nothing() 
         made.engine.cancel(stream_id)
         made.engine.step()
         assert collector.finish is FinishReason.CANCELLED
+
+
+def test_forms_of_streams_that_end_while_they_wait_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("generate_workers.engine.core.Grammars", HeldGrammars)
+    forms = [StructuredOutput(regex=f"a{{{size}}}") for size in range(1, 5)]
+    with harness() as made:
+        grammars, ids = made.engine._grammars, list[StreamId]()
+        assert isinstance(grammars, HeldGrammars)
+        leases = [made.reserve(9, 9 + PATTERN.max_tokens) for _ in forms]
+        collectors = [Collector() for _ in forms]
+        for form, lease, collector in zip(forms, leases, collectors, strict=True):
+            params = replace(PATTERN, structured_output=form)
+            request = GenerationRequest(RequestId("r"), prompt(9), (), params, lease.ref)
+            ids.append(made.engine.submit(request, collector))
+        assert grammars.is_begun.wait(60)
+        made.engine.cancel(ids[1])
+        made.engine.cancel(ids[2])
+        made.engine.step()
+        assert [each.finish for each in collectors] == [None, FinishReason.CANCELLED, FinishReason.CANCELLED, None]
+        last = made.engine._queue.streams()[-1].masks
+        assert last is not None
+        grammars.may_end.set()
+        last.result(60)
+        assert grammars.begun == [forms[0], forms[3]]
+        for stream_id in ids:
+            made.engine.cancel(stream_id)
+        made.engine.step()
