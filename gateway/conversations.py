@@ -63,7 +63,7 @@ class ChatRenderer:
         chat = messages_of(messages, self.format)
         described = [_described(tool) for tool in tools]
         for field, value in (("messages", chat), ("tools", described), ("chat_template_kwargs", options)):
-            _Room(field).take(value)
+            _TemplateBudget(field).take(value)
         if self.format is not None and self.format.is_prompted:
             return self._tokenizer.render_chat(prompted(chat, described), options=options, ending=ending)
         return self._tokenizer.render_chat(chat, described or None, options, ending)
@@ -100,11 +100,11 @@ def messages_of(messages: Sequence[Message], format_: CallFormat | None) -> list
     the model's tool calls; None: the model cannot call tools. Raises InvalidArgumentError for parts that are not text,
     and for tool calls if `format_` is None. Raises ContextTooLongError for calls with more text than a prompt may
     have."""
-    room = _Room("messages")
+    room = _TemplateBudget("messages")
     return [_message(f"messages[{index}]", each, format_, room) for index, each in enumerate(messages)]
 
 
-class _Room:
+class _TemplateBudget:
     """Number of values and bytes of text that a field may still pass on to a template."""
 
     def __init__(self, field: str) -> None:
@@ -155,7 +155,7 @@ def text_of(where: str, content: str | Sequence[Part]) -> str:
     return "\n".join(texts)
 
 
-def _message(where: str, message: Message, format_: CallFormat | None, room: _Room) -> dict[str, Any]:
+def _message(where: str, message: Message, format_: CallFormat | None, room: _TemplateBudget) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     content = text_of(f"{where}.content", message.refusal or "" if message.content is None else message.content)
     made: dict[str, Any] = {"role": role, "content": content}
@@ -177,7 +177,7 @@ def _message(where: str, message: Message, format_: CallFormat | None, room: _Ro
     return made
 
 
-def _call(where: str, call: ToolCall, room: _Room, *, is_short: bool) -> dict[str, Any]:
+def _call(where: str, call: ToolCall, room: _TemplateBudget, *, is_short: bool) -> dict[str, Any]:
     arguments = read_json((call.function.arguments or "{}").encode(), f"{where}.function.arguments")
     if not isinstance(arguments, dict):
         raise InvalidArgumentError(f"{where}.function.arguments is not an object: send one, as the model wrote it")

@@ -19,7 +19,7 @@ be slower, because it has no cores to spare."""
 
 
 @dataclass(frozen=True)
-class CpuNode:
+class NumaNode:
     """NUMA node, with the cores that a process may use."""
 
     number: int
@@ -39,7 +39,7 @@ def usable_cpus() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
-def read_nodes(cpus: Collection[int] | None = None, system: Path = SYSTEM) -> tuple[CpuNode, ...]:
+def read_nodes(cpus: Collection[int] | None = None, system: Path = SYSTEM) -> tuple[NumaNode, ...]:
     """Return the NUMA nodes that have any of the CPUs `cpus`, in ascending order, with only these CPUs. `cpus` None:
     all CPUs of the machine. `system`: folder of sysfs with the folders `cpu` and `node`."""
     folders = {int(path.name.removeprefix("node")): path for path in system.glob("node/node[0-9]*")}
@@ -47,22 +47,22 @@ def read_nodes(cpus: Collection[int] | None = None, system: Path = SYSTEM) -> tu
     every = {cpu for of_node in on_nodes.values() for cpu in of_node}
     usable = (every or usable_cpus()) if cpus is None else set(cpus)
     if not usable <= every:
-        return (CpuNode(0, _cores(usable, system)),)
+        return (NumaNode(0, _cores(usable, system)),)
     nodes = (
-        CpuNode(number, _cores(on_nodes[number] & usable, system), _free_bytes(folders[number] / "meminfo"))
+        NumaNode(number, _cores(on_nodes[number] & usable, system), _free_bytes(folders[number] / "meminfo"))
         for number in sorted(on_nodes)
     )
     return tuple(node for node in nodes if node.cores)
 
 
-def node_of(cpus: Collection[int], nodes: Sequence[CpuNode]) -> int | None:
+def node_of(cpus: Collection[int], nodes: Sequence[NumaNode]) -> int | None:
     """Return the number of the node that has all of `cpus`. Return None if several nodes have them, or if the machine
     has only one node."""
     holders = [node.number for node in nodes if node.cpus & set(cpus)]
     return holders[0] if len(nodes) > 1 and len(holders) == 1 else None
 
 
-def computing_cpus(nodes: Sequence[CpuNode]) -> list[tuple[int, ...]]:
+def computing_cpus(nodes: Sequence[NumaNode]) -> list[tuple[int, ...]]:
     """Return the CPUs of each node that should compute: one hardware thread of each physical core. The other hardware
     threads are left to processes that do not compute. If the nodes have at most four CPUs, all of them are returned."""
     if sum(len(node.cpus) for node in nodes) <= _FEW_CPUS:

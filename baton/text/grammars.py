@@ -66,7 +66,7 @@ class Grammar:
 
 
 @dataclass(frozen=True, eq=False)
-class _Asked:
+class _Preparation:
     """Arguments of a call of `Grammars.prepare`, and the future that the call returned."""
 
     form: StructuredOutput
@@ -94,7 +94,7 @@ class Grammars:
         """Lock for the cached grammars and their total size, for `_waiting`, and for the two threads (`_compiling`,
         `_masking`). It is held only for microseconds, because engine threads wait for it."""
         self._compiled: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
-        self._waiting = CompileOrder[_Asked]()
+        self._waiting = CompileOrder[_Preparation]()
         """Calls of `prepare` that the thread `_compiling` has not begun to serve. It has at least one task for each of
         them."""
         self._compiling: ThreadPoolExecutor | None = None
@@ -149,7 +149,7 @@ class Grammars:
         waits. The caller cancels it when the request ends, so that a form that still waits is not compiled. The forms
         that wait are compiled in the order of `baton.text.compile_order`.
         """
-        asked = _Asked(form, tuple(output_ids), num_choices)
+        asked = _Preparation(form, tuple(output_ids), num_choices)
         with self._lock:
             self._compiling = self._compiling or _deep_thread("grammar-compiler")
             self._masking = self._masking or _deep_thread("token-masks")
@@ -191,7 +191,7 @@ class Grammars:
             with self._lock:
                 self._waiting.drop(lambda asked: asked.prepared.cancelled())
 
-    def _prepare(self, asked: _Asked, thread: ThreadPoolExecutor) -> list[ChoiceMasks]:
+    def _prepare(self, asked: _Preparation, thread: ThreadPoolExecutor) -> list[ChoiceMasks]:
         grammar = self.compile(asked.form)
         matchers = [grammar.matcher() for _ in range(asked.num_choices)]
         for matcher in matchers:

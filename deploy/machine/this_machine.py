@@ -18,7 +18,7 @@ from baton.modeling.kernels import native
 from baton.modeling.kernels.kept_choice import load_choice
 from baton.process.cores import cpu_quota
 from baton.process.memory import free_bytes
-from baton.process.topology import CpuNode, computing_cpus, read_nodes, usable_cpus
+from baton.process.topology import NumaNode, computing_cpus, read_nodes, usable_cpus
 from baton.types import KernelChoice
 from deploy.config.environment import visible_gpus
 from deploy.machine.device_profile import DTYPE_BYTES, failure_of, must_measure
@@ -57,7 +57,7 @@ class GpuState:
 class Machine:
     """The properties of a machine on which a cluster is planned."""
 
-    nodes: tuple[CpuNode, ...]
+    nodes: tuple[NumaNode, ...]
     """NUMA nodes, with the cores that this process may use."""
     available_bytes: int
     """Bytes of available memory."""

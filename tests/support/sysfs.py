@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.process.topology import CpuNode, read_nodes
+from baton.process.topology import NumaNode, read_nodes
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Shape:
             (folder / "meminfo").write_text("".join(f"Node {node} {key}: {size} kB\n" for key, size in sizes.items()))
         return system
 
-    def nodes(self, system: Path) -> tuple[CpuNode, ...]:
+    def nodes(self, system: Path) -> tuple[NumaNode, ...]:
         return read_nodes(range(self.num_cores * self.threads_each), self.write(system))
 
 
-def flat_nodes(num_cores: int) -> tuple[CpuNode, ...]:
+def flat_nodes(num_cores: int) -> tuple[NumaNode, ...]:
     """Return the only node of a machine without sysfs."""
     return read_nodes(range(num_cores), Path("/nowhere"))

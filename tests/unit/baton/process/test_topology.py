@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.process.topology import CpuNode, computing_cpus, node_of, read_nodes, usable_cpus
+from baton.process.topology import NumaNode, computing_cpus, node_of, read_nodes, usable_cpus
 from tests.support.sysfs import Shape, flat_nodes
 
 GIB = 2**30
@@ -13,7 +13,7 @@ GIB = 2**30
 
 def test_nodes_have_their_cores_hardware_threads_and_free_memory(tmp_path: Path) -> None:
     nodes = Shape(2, 2, 2).nodes(tmp_path)
-    assert nodes == (CpuNode(0, ((0, 4), (1, 5)), 64 * GIB), CpuNode(1, ((2, 6), (3, 7)), 64 * GIB))
+    assert nodes == (NumaNode(0, ((0, 4), (1, 5)), 64 * GIB), NumaNode(1, ((2, 6), (3, 7)), 64 * GIB))
     assert [sorted(node.cpus) for node in nodes] == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert computing_cpus(nodes) == [(0, 1), (2, 3)]
 
@@ -28,13 +28,13 @@ def test_only_usable_cpus_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_cpus", [1, 4, 9])
 def test_without_sysfs_all_cpus_are_cores_of_one_node(num_cpus: int) -> None:
     (node,) = flat_nodes(num_cpus)
-    assert node == CpuNode(0, tuple((cpu,) for cpu in range(num_cpus)))
+    assert node == NumaNode(0, tuple((cpu,) for cpu in range(num_cpus)))
     assert computing_cpus([node]) == [tuple(range(num_cpus))]
 
 
 def test_cpus_that_no_node_lists_are_one_node_with_the_others(tmp_path: Path) -> None:
     (node,) = read_nodes({0, 7}, Shape(2, 2).write(tmp_path))
-    assert node == CpuNode(0, ((0,), (7,)))
+    assert node == NumaNode(0, ((0,), (7,)))
 
 
 def test_of_few_cpus_all_compute(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A disk of cached prefixes that stops to answer after it was opened: its worker lives on, and serves without it.
+"""A disk of cached prefixes that stops answering after it was opened: its worker lives on, and serves without it.
 
 Reading a block blocks as on a dead file server: the block's file is replaced by a FIFO that nobody writes to.
 """
@@ -112,7 +112,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
         pytest.param(3.0, True, marks=pytest.mark.nightly, id="three-seconds-timed"),
     ],
 )
-async def test_a_worker_whose_disk_stops_to_answer_serves_without_it(
+async def test_a_worker_whose_disk_stops_answering_serves_without_it(
     served: Served, blocked_s: float | None, is_timed: bool
 ) -> None:
     pid = served.pid
