@@ -144,7 +144,7 @@ MAX_BODIES_BYTES: Annotated[
     Limit(
         _HTTP, "bytes", "429",
         "Bodies of all requests that are being received or parsed. The one that has been arriving for the longest time "
-        "is refused.",
+        "is refused. The conversations and repeated fields of running requests to /v1/responses have the same limit.",
     ),
 ] = 256 * 2**20  # fmt: skip
 MAX_ADDRESS_BODIES_BYTES: Annotated[

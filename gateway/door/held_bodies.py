@@ -6,7 +6,8 @@ been arriving for the longest time is refused, so that clients that send slowly 
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -52,13 +53,26 @@ class HeldBodies:
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > MAX_BODY_BYTES:
             raise _too_large(int(length))
-        body = _Body("" if request.client is None else request.client.host)
+        body = _Body(_address(request))
         self._arriving[body] = None
         try:
             return await parse(await self._received(body, request))
         finally:
             self._arriving.pop(body, None)
             self._count(body, -body.num_bytes)
+
+    @contextmanager
+    def held(self, request: Request, num_bytes: int) -> Iterator[None]:
+        """Count `num_bytes` bytes of a request that runs, inside the context. Raises ResourceExhaustedError if they
+        are too many together with those of other requests."""
+        body = _Body(_address(request))
+        self._count(body, num_bytes)
+        try:
+            if self._num_bytes[body.address] > MAX_ADDRESS_BODIES_BYTES or self._num_bytes.total() > MAX_BODIES_BYTES:
+                raise _full("the running requests", "this one is new")
+            yield
+        finally:
+            self._count(body, -num_bytes)
 
     async def _received(self, body: _Body, request: Request) -> bytes:
         now_s, chunks, waited_s = asyncio.get_running_loop().time, list[bytes](), 0.0
@@ -100,11 +114,7 @@ class HeldBodies:
 
     def _refuse(self, oldest: _Body, body: _Body) -> None:
         """Refuse `oldest`. `body` is the body whose bytes have just arrived."""
-        oldest.refusal = ResourceExhaustedError(
-            f"the bodies of all requests have over {MAX_BODIES_BYTES} bytes, or those of this address over "
-            f"{MAX_ADDRESS_BODIES_BYTES}, and this one was the slowest: try again in {_RETRY_S:.0f} s",
-            retry_after_s=_RETRY_S,
-        )
+        oldest.refusal = _full("the bodies of all requests", "this one was the slowest")
         if oldest is body:
             raise oldest.refusal
         del self._arriving[oldest]
@@ -112,6 +122,18 @@ class HeldBodies:
         assert oldest.waiting is not None
         if not oldest.waiting.expired():
             oldest.waiting.reschedule(0.0)  # its wait ends now
+
+
+def _address(request: Request) -> str:
+    return "" if request.client is None else request.client.host
+
+
+def _full(what: str, why: str) -> BatonError:
+    return ResourceExhaustedError(
+        f"{what} hold over {MAX_BODIES_BYTES} bytes, or those of this address over {MAX_ADDRESS_BODIES_BYTES}, and "
+        f"{why}: try again in {_RETRY_S:.0f} s",
+        retry_after_s=_RETRY_S,
+    )
 
 
 def _too_large(num_bytes: int) -> BatonError:

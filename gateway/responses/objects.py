@@ -51,47 +51,47 @@ class ResponseHead:
 
     common: Object
     """Fields of the response object. Each object replaces some of them."""
+    num_bytes: int
+    """Number of bytes of `common` as JSON."""
 
     @classmethod
     def of(cls, id_: str, created: int, model: str, body: ResponsesBody) -> Self:
         """Return the head of the response to a body. `created` is the time at which the response was begun, in seconds
         since 1970 (UTC). Raises InvalidArgumentError for a body with too many bytes in the fields that the response
         repeats."""
-        head = cls(
-            {
-                "id": id_,
-                "object": "response",
-                "created_at": created,
-                "status": "in_progress",
-                "background": False,
-                "error": None,
-                "incomplete_details": None,
-                "instructions": body.instructions,
-                "max_output_tokens": body.max_output_tokens,
-                "metadata": body.metadata or {},
-                "model": model,
-                "output": [],
-                "parallel_tool_calls": body.parallel_tool_calls is not False,
-                "previous_response_id": body.previous_response_id,
-                "reasoning": (body.reasoning or ReasoningConfig()).model_dump(),
-                "store": body.store is not False,
-                "temperature": 1.0 if body.temperature is None else body.temperature,
-                "text": {"format": {"type": "text"} if body.text is None else _format(body)},
-                "tool_choice": "auto" if body.tool_choice is None else _dumped(body.tool_choice),
-                "tools": [each.model_dump() | {"strict": False} for each in body.tools or ()],
-                "top_logprobs": body.top_logprobs or 0,
-                "top_p": 1.0 if body.top_p is None else body.top_p,
-                "truncation": "disabled",
-                "usage": None,
-                "user": body.user,
-            }
-        )
-        if (number := len(to_json(head.common))) > MAX_REPEATED_BYTES:  # fails if it cannot be written
+        common = {
+            "id": id_,
+            "object": "response",
+            "created_at": created,
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": (body.reasoning or ReasoningConfig()).model_dump(),
+            "store": body.store is not False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": {"type": "text"} if body.text is None else _format(body)},
+            "tool_choice": "auto" if body.tool_choice is None else _dumped(body.tool_choice),
+            "tools": [each.model_dump() | {"strict": False} for each in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+        }
+        if (number := len(to_json(common))) > MAX_REPEATED_BYTES:  # fails if it cannot be written
             raise InvalidArgumentError(
                 f"instructions, metadata, text, tools and user have {number} bytes: the limit is {MAX_REPEATED_BYTES}, "
                 "because the response repeats them; shorten them"
             )
-        return head
+        return cls(common, number)
 
     def object(self, status: str, output: list[Object], **more: Any) -> Object:
         """Return the response object with this status and output. `more` has further fields, which replace the

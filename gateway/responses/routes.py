@@ -19,6 +19,7 @@ from baton.limits import MAX_ITEMS
 from baton.results.completion import Usage
 from baton.types import TokenEvent
 from gateway.answers import Object, line
+from gateway.door.held_bodies import HeldBodies
 from gateway.door.json_bodies import BodyRoute
 from gateway.errors import FieldNames, UnknownResponseError
 from gateway.openapi import STREAMED
@@ -43,6 +44,7 @@ class Responses:
         self._upstream = upstream
         self._reader = reader
         self._store = store
+        self._running = HeldBodies()
 
     def router(self) -> APIRouter:
         """Return the routes of the Responses API."""
@@ -62,14 +64,19 @@ class Responses:
         read = partial(self._read, body, before)
         asked, conversation, head = await read_body(request, read, 0 if before is None else before.num_bytes)
         keep = partial(self._keep, _owner(request), conversation)
-        return Later(partial(self._answered, request, asked, head, keep))
+        num_bytes = head.num_bytes + len(conversation or b"")
+        return Later(partial(self._answered, request, asked, head, keep, num_bytes))
 
-    async def _answered(self, request: Request, asked: Asked, head: ResponseHead, keep: Keep) -> Response:
+    async def _answered(
+        self, request: Request, asked: Asked, head: ResponseHead, keep: Keep, num_bytes: int
+    ) -> Response:
+        """Answer a request. `num_bytes` is the number of bytes that `head` and `keep` hold until the answer ends."""
         token_text = self._reader.tokenizer.token_text
         events = ResponseEvents(head, asked.output, token_text, has_logprobs=asked.logprobs is not None)
         request_id = request_id_of(request, "resp_")
         headers = {"x-request-id": request_id}
         async with AsyncExitStack() as stack:
+            stack.enter_context(self._running.held(request, num_bytes))
             answers = await stack.enter_async_context(self._upstream.answers(asked, request_id, caller_of(request)))
             tokens = answers.events()
             stack.push_async_callback(tokens.aclose)

@@ -36,6 +36,8 @@ NUM_FIT = 4
 DRIP_S = 0.02
 PADDING = 12 * 2**20
 NUM_PADDED = 8
+ID = "i" * 9000
+"""Id of an item. It is kept with the conversation, and is no part of the prompt."""
 
 
 async def dripping(port: int, address: str, num_bytes: int) -> bytes:
@@ -150,14 +152,50 @@ async def running(
 async def test_a_long_answer_to_a_padded_body_holds_none_of_its_bytes(
     path: str, stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    body = BODIES[path] | {"stream": stream, "padding": "u" * 300}
+    body = BODIES[path] | {"stream": stream, "padding": "u" * 20_000}
     hangs = [Fault(after=1, hang=True)] * NUM_PADDED
-    with limits(monkeypatch, 4 * 600):
+    with limits(monkeypatch, 4 * 40_000):
         async with (
             scripted_gateway(*hangs, tokenizer=chat_letters(tmp_path)) as (service, _http, client),
             running(client, service, path, body, NUM_PADDED),
         ):
             assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_fields_that_an_item_does_not_have_are_not_held(stream: bool, tmp_path: Path) -> None:
+    hangs = [Fault(after=0, hang=True)] * (NUM_PADDED + 1)
+    item = {"role": "user", "content": "Hi", "arguments": "x" * PADDING}
+    async with (
+        scripted_gateway(*hangs, tokenizer=chat_letters(tmp_path)) as (service, _http, client),
+        running(client, service, "/v1/responses", {"input": [item], "stream": stream}, 1),
+    ):
+        before = process_bytes()
+        async with running(client, service, "/v1/responses", {"input": [item], "stream": stream}, NUM_PADDED):
+            assert process_bytes() - before < PADDING * NUM_PADDED / 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "held", [{"input": "Hi", "metadata": {"a": "x" * 9000}}, {"input": [{"role": "user", "content": "Hi", "id": ID}]}]
+)
+async def test_what_running_responses_hold_is_bounded_until_they_end(
+    held: dict[str, Any], stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = held | {"stream": stream}
+    async with scripted_gateway(Fault(after=1, hang=True), tokenizer=chat_letters(tmp_path)) as (service, _, client):
+        async with running(client, service, "/v1/responses", body, 1):
+            with limits(monkeypatch, 4 * 15_000):
+                refused = await client.post("/v1/responses", json=body)
+                assert refused.status_code == 429 and "running requests" in refused.json()["error"]["message"]
+                assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+
+        async def status() -> int:
+            return (await client.post("/v1/responses", json=body)).status_code
+
+        with limits(monkeypatch, 4 * 15_000):
+            await eventually(status, partial(operator.eq, 200))  # the server notices the end
+            assert await status() == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
