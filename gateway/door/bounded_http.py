@@ -100,17 +100,23 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Stop the timeout for the request, because the request is complete."""
+        """Stop the timeout for the request, because the request is complete. If it is already answered, start the
+        timeout for the next request."""
         if not self.transport.is_closing():
             self._stop_waiting()
+            if self.cycle.response_complete:
+                self._await_request()
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Stop the timeout for the request's body. If the response was complete before the body was, start the timeout
-        for the rest of the body, which is received but not used."""
-        self._stop_waiting()
-        if self.cycle.more_body:
-            self._await(BODY_S)
+        """Start the timeout for the data that must come next: the rest of the body, which is received but not used, or
+        the next request. If the headers of the next request are already arriving, their timeout stays."""
+        if not self._is_in_head:
+            self._stop_waiting()
+            if self.cycle.more_body:
+                self._await(BODY_S)
+            elif self.cycle.response_complete:
+                self._await_request()
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -132,6 +138,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def _await(self, seconds: float) -> None:
         self._stop_waiting()
         self._reading = self.loop.call_later(seconds, self._late, seconds)
+
+    def _await_request(self) -> None:
+        """Start the timeout for the next request. uvicorn also starts one after a response, but any data ends that one,
+        even if the data is no request: the rest of a body, or an empty line."""
+        self._reading = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def _late(self, seconds: float) -> None:
         """Disconnect a client that sent no data in time, unless the gateway itself has paused reading."""

@@ -26,8 +26,10 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: appli
 @asynccontextmanager
 async def connection(http: Http) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     reader, writer = await asyncio.open_connection(HOST, http.port)
-    yield reader, writer
-    writer.close()
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
 
 
 async def is_served(client: httpx2.AsyncClient) -> bool:
@@ -208,6 +210,44 @@ async def test_a_connection_without_a_request_is_closed_after_the_configured_tim
     async with scripted_gateway(rules=rules) as (_, http, _client), connection(http) as (reader, writer):
         writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert (await ended(reader)).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    ("sent", "more"),
+    [
+        (b"POST /nothing HTTP/1.1\r\nhost: localhost\r\ncontent-length: 3\r\n\r\n", b"abc"),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n", b"\r\n"),
+    ],
+    ids=["rest of a body", "empty line"],
+)
+async def test_data_that_is_no_request_does_not_keep_a_connection_open(sent: bytes, more: bytes) -> None:
+    rules = HttpRules(keep_alive_s=0.5)
+    async with scripted_gateway(rules=rules) as (_, http, _client), connection(http) as (reader, writer):
+        writer.write(sent)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(more)
+        await ended(reader)
+
+
+async def test_half_a_head_during_an_answer_does_not_keep_a_connection_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_http, "HEADERS_S", 0.5)
+    body = json.dumps({"model": MODEL.name, "prompt": "Hi", "max_tokens": 3, "stream": True}).encode()
+    async with scripted_gateway() as (_, http, _client), connection(http) as (reader, writer):
+        writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body + HEAD)
+        await ended(reader)
+
+
+async def test_a_request_that_follows_the_rest_of_a_body_is_answered_after_the_keep_alive_time() -> None:
+    rules, hang = HttpRules(keep_alive_s=0.2), Fault(after=1, hang=True)
+    body = json.dumps({"model": MODEL.name, "prompt": "Hi", "max_tokens": 3, "stream": True}).encode()
+    async with scripted_gateway(hang, rules=rules) as (_, http, _client), connection(http) as (reader, writer):
+        writer.write(b"POST /nothing HTTP/1.1\r\nhost: localhost\r\ncontent-length: 3\r\n\r\nab")
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"c" + HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+        await reader.readuntil(b"data: ")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.readuntil(b"[DONE]"), 1.0)
+        assert not reader.at_eof()
 
 
 @pytest.mark.parametrize("rules", [DEFAULT_RULES, HttpRules(keep_alive_s=600.0)])
