@@ -104,17 +104,17 @@ class HeldBodies:
 
     def _check(self, body: _Body) -> None:
         """Raise an error if a body has too many bytes. If several bodies together have too many, refuse those that have
-        been arriving for the longest time."""
+        been arriving for the longest time. Bodies without bytes are not refused, because that frees nothing."""
         if body.num_bytes > MAX_BODY_BYTES:
             raise _too_large(body.num_bytes)
         while self._num_bytes[body.address] > MAX_ADDRESS_BODIES_BYTES:
-            self._refuse(next(each for each in self._arriving if each.address == body.address), body)
+            self._refuse(next(each for each in self._arriving if each.num_bytes and each.address == body.address), body)
         while self._num_bytes.total() > MAX_BODIES_BYTES:
-            self._refuse(next(iter(self._arriving)), body)
+            self._refuse(next(each for each in self._arriving if each.num_bytes), body)
 
     def _refuse(self, oldest: _Body, body: _Body) -> None:
         """Refuse `oldest`. `body` is the body whose bytes have just arrived."""
-        oldest.refusal = _full("the bodies of all requests", "this one was the slowest")
+        oldest.refusal = _full("the bodies of all requests", "this one has been arriving for the longest time")
         if oldest is body:
             raise oldest.refusal
         del self._arriving[oldest]

@@ -91,6 +91,23 @@ async def test_slow_senders_do_not_shut_others_out(address: str, monkeypatch: py
             await asyncio.gather(*slow, return_exceptions=True)
 
 
+async def test_a_body_without_bytes_is_not_refused_in_place_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = json.dumps(BODY).encode()
+    with limits(monkeypatch, 4 * 1500):
+        async with scripted_gateway() as (_, http, _client):
+            reader, writer = await asyncio.open_connection(HOST, http.port)
+            writer.write(HEAD + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(content))
+            await reader.readuntil(b"100 Continue\r\n\r\n")  # its body is waited for
+            slow = {asyncio.create_task(dripping(http.port, HOST, 1000)) for _ in range(2)}
+            assert (await until(1, slow))[0].startswith(b"HTTP/1.1 429 ")
+            writer.write(content)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+            for task in slow:
+                task.cancel()
+            await asyncio.gather(*slow, return_exceptions=True)
+
+
 async def test_a_body_that_is_too_slow_in_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held_bodies, "BODY_S", 0.3)
     monkeypatch.setattr(held_bodies, "BODY_BYTES_PER_S", 10 / DRIP_S)  # ten times what it sends
