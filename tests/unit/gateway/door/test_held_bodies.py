@@ -91,6 +91,26 @@ async def test_slow_senders_do_not_shut_others_out(address: str, monkeypatch: py
             await asyncio.gather(*slow, return_exceptions=True)
 
 
+async def test_the_limit_on_all_bodies_holds_for_senders_with_several_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with limits(monkeypatch, 4 * (NUM_FIT * 100_000 + 90_000)):
+        async with scripted_gateway() as (_, http, client):
+            addresses = [f"127.0.0.{number}" for number in range(2, 7)]
+            slow = {
+                asyncio.create_task(dripping(http.port, address, 100_000))
+                for address in addresses
+                for _ in range(NUM_FIT)
+            }
+            refused = await until(1, slow)
+            assert all(line.startswith(b"HTTP/1.1 429 ") for line in refused)
+            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+            assert len([each for each in slow if not each.done()]) >= len(slow) - 2
+            for task in slow:
+                task.cancel()
+            await asyncio.gather(*slow, return_exceptions=True)
+
+
 async def test_a_body_without_bytes_is_not_refused_in_place_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     content = json.dumps(BODY).encode()
     with limits(monkeypatch, 4 * 1500):
