@@ -32,6 +32,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """Number of bytes of the current request's URL and complete headers, as counted by the parser. This number has
         the same limit as `_num_head_bytes`. Both are checked, because `_num_head_bytes` omits the data that arrives
         together with the end of the head, in one call of `data_received`."""
+        self._answering: RequestResponseCycle | None = None
+        """Request whose answer was begun last. `cycle`, the newest request, may wait until this one is answered."""
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
 
@@ -47,9 +49,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(ResourceExhaustedError(text))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop all timers of the connection, because it has ended."""
+        """Stop all timers of the connection, and cancel its running request, because the connection has ended."""
         self._stop_waiting()
         self._stop_watching()
+        if self._answering is not None:  # uvicorn only cancels the newest request
+            self._answering.disconnected = not self._answering.response_complete
+            self._answering.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -88,6 +93,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self._await(BODY_S)
             super().on_headers_complete()
+            if not self.pipeline:
+                self._answering = self.cycle
             if self.scope["http_version"] == "1.0":
                 _leave_unchunked(self.cycle)
 
@@ -117,6 +124,8 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._await(BODY_S)
             elif self.cycle.response_complete:
                 self._await_request()
+        if self.pipeline:
+            self._answering, _ = self.pipeline[-1]
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -184,12 +193,12 @@ class BoundedProtocol(HttpToolsProtocol):
         return sum((each.client and each.client[0]) == own for each in protocols)
 
     def _refuse(self, error: BatonError) -> None:
-        """Answer with an error in OpenAI's format, and close the connection. If another answer has begun, only close
-        the connection."""
+        """Answer with an error in OpenAI's format, and close the connection. If another answer has begun, or
+        other requests wait for theirs, only close the connection."""
         if self.transport.is_closing():
             return
-        cycle: RequestResponseCycle | None = getattr(self, "cycle", None)  # None before the first request
-        if cycle is not None and cycle.response_started and not cycle.response_complete:
+        cycle = self._answering
+        if self.pipeline or (cycle is not None and cycle.response_started and not cycle.response_complete):
             self.transport.close()
             return
         body = json.dumps(error_body(error)).encode()

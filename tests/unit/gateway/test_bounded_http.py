@@ -178,13 +178,14 @@ async def test_data_that_is_no_request_is_refused_in_openais_shape(sent: bytes) 
         assert await is_served(client)
 
 
-async def test_nothing_is_written_into_an_answer_that_has_begun() -> None:
+@pytest.mark.parametrize("next_request", [b"", b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"])
+async def test_nothing_is_written_into_an_answer_that_has_begun(next_request: bytes) -> None:
     async with scripted_gateway(Fault(after=1, hang=True)) as (service, http, client):
         body = json.dumps({"model": MODEL.name, "prompt": "Hi", "max_tokens": 3, "stream": True}).encode()
         async with connection(http) as (reader, writer):
             writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
             await reader.readuntil(b"data: ")
-            writer.write(b"nonsense\r\n\r\n")
+            writer.write(next_request + b"nonsense\r\n\r\n")
             assert b"HTTP/1.1" not in await ended(reader)
         await asyncio.wait_for(service.cancelled.wait(), WITHIN_S)
         assert await is_served(client)
