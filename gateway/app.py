@@ -36,7 +36,16 @@ from gateway.openapi import ERRORS, STREAMED, describe
 from gateway.reading import Asked, Reader
 from gateway.responses.routes import Responses
 from gateway.responses.store import DEFAULT_LIMITS, ResponseStore, StoreLimits
-from gateway.streaming import FAULT, EventStream, Later, caller_of, error_of, read_body, request_id_of, unless_gone
+from gateway.streaming import (
+    FAULT,
+    DeferredResponse,
+    EventStream,
+    caller_of,
+    error_of,
+    read_body,
+    request_id_of,
+    unless_gone,
+)
 from gateway.upstream import Answers, Upstream
 
 _DONE = b"data: [DONE]\n\n"
@@ -170,7 +179,7 @@ class Gateway:
         self, request: Request, read: Callable[[], Asked], writes: Callable[[Head, Asked], Writer], prefix: str
     ) -> Response:
         asked = await read_body(request, read)
-        return Later(partial(self._answered, request, asked, writes, prefix))
+        return DeferredResponse(partial(self._answered, request, asked, writes, prefix))
 
     async def _answered(
         self, request: Request, asked: Asked, writes: Callable[[Head, Asked], Writer], prefix: str

@@ -53,7 +53,7 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-class Later(Response):
+class DeferredResponse(Response):
     """Response that is made when the handler of its request has returned. The memory of the request's body is then
     free, while the client waits for tokens."""
 

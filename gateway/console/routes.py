@@ -23,7 +23,7 @@ from gateway.door.json_bodies import BodyRoute
 from gateway.errors import error_body
 from gateway.fields.names import chat_names, completion_names
 from gateway.reading import Asked, Reader
-from gateway.streaming import EventStream, Later, caller_of, error_of, read_body, request_id_of, unless_gone
+from gateway.streaming import DeferredResponse, EventStream, caller_of, error_of, read_body, request_id_of, unless_gone
 from gateway.upstream import Answers, Upstream
 
 NUM_ENDED = 48
@@ -98,7 +98,7 @@ class Console:
     async def _stream(self, request: Request, read: Callable[[], Asked]) -> Response:
         asked = await read_body(request, read)
         check_single(asked)
-        return Later(partial(self._answered, request, asked))
+        return DeferredResponse(partial(self._answered, request, asked))
 
     async def _answered(self, request: Request, asked: Asked) -> Response:
         id_ = request_id_of(request, "console-")

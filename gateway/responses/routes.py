@@ -30,7 +30,7 @@ from gateway.responses.items import Page, named
 from gateway.responses.objects import ResponseHead
 from gateway.responses.reading import chat_of, items_of, response_names
 from gateway.responses.store import Kept, ResponseStore, written
-from gateway.streaming import EventStream, Later, caller_of, error_of, read_body, request_id_of, unless_gone
+from gateway.streaming import DeferredResponse, EventStream, caller_of, error_of, read_body, request_id_of, unless_gone
 from gateway.upstream import Answers, Upstream
 
 Keep = Callable[[Object], Awaitable[bytes]]
@@ -65,7 +65,7 @@ class Responses:
         asked, conversation, head = await read_body(request, read, 0 if before is None else before.num_bytes)
         keep = partial(self._keep, _owner(request), conversation)
         num_bytes = head.num_bytes + len(conversation or b"")
-        return Later(partial(self._answered, request, asked, head, keep, num_bytes))
+        return DeferredResponse(partial(self._answered, request, asked, head, keep, num_bytes))
 
     async def _answered(
         self, request: Request, asked: Asked, head: ResponseHead, keep: Keep, num_bytes: int
