@@ -150,7 +150,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _await_request(self) -> None:
         """Start the timeout for the next request. uvicorn also starts one after a response, but any data ends that one,
-        even if the data is no request: the rest of a body, or an empty line."""
+        also the rest of a body, or an empty line."""
         self._reading = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def _late(self, seconds: float) -> None:
