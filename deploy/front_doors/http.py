@@ -100,12 +100,12 @@ def run(args: argparse.Namespace) -> int:
     from gateway.server import run_on_own_loop
 
     rules = HttpRules(
-        tuple(args.allowed_host),
-        tuple(args.allow_origin),
-        args.default_deadline,
-        args.keep_alive,
-        args.max_connections_per_address,
-        args.trust_tenant,
+        allowed_hosts=tuple(args.allowed_host),
+        allow_origins=tuple(args.allow_origin),
+        default_deadline_s=args.default_deadline,
+        keep_alive_s=args.keep_alive,
+        max_connections_per_address=args.max_connections_per_address,
+        trust_tenant=args.trust_tenant,
     )
     return run_on_own_loop(_serve(args, rules))
 

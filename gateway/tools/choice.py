@@ -108,7 +108,7 @@ def _document(parameters: dict[str, Any], place: int) -> dict[str, Any]:
         raise InvalidArgumentError("tools: the parameters of a function are nested too deeply: flatten them") from error
     uri = str(made.get("$id", ""))
     if not uri.startswith(scheme):
-        uri = f"{scheme}http:{uri}" if uri.startswith("//") else f"{scheme}http://root/{uri.lstrip('/')}"
+        uri = f"{scheme}http:{uri}" if uri.startswith("//") else f"{scheme}http://parameters/{uri.lstrip('/')}"
     of_draft_4 = {"id": uri} if "draft-04/" in str(made.get("$schema")) else {}
     parts = made.get("allOf", [])
     if "$ref" in made and isinstance(parts, list):  # drafts 4 to 7 ignore an $id next to a $ref

@@ -62,7 +62,7 @@ FORMS = (
     StructuredOutput(regex=r"(\p{L}|\p{N}|\w)*" * 2000),
 )
 MOST_GROWTH_BYTES = 300 * 2**20
-"""Of all processes, by sixteen forms of which eight are served."""
+"""Maximum growth of the memory of all processes through sixteen forms, of which eight are served."""
 NEVER = Reconnect(num_connects=1, num_resumes=0)
 
 

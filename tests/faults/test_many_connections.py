@@ -10,6 +10,7 @@ from baton.limits import BODY_S, HEADERS_S, WRITE_S
 from gateway.door.bounded_http import allow_connections
 from tests.support.clusters.scripted_orchestrator import MODEL
 from tests.support.eventually import eventually
+from tests.support.wire.hostile.dripping import HEAD, dripping
 from tests.support.wire.http_gateway import HOST, Http, scripted_gateway
 
 pytestmark = [pytest.mark.integration, pytest.mark.nightly, pytest.mark.timeout(900)]
@@ -21,11 +22,8 @@ NUM_DEAF = 10
 NUM_PROMPTS = 25
 DRIP_S = 5.0
 """Seconds between two bytes of a client that sends slowly: less than each limit on the time without progress."""
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 IDLE = (b"", HEAD, HEAD + b"content-length: 90\r\n\r\n", HEAD + b"content-length: 90\r\n\r\n{")
 """Beginnings of requests that never go on."""
-DRIPPING = HEAD + b"content-length: 1000000\r\n\r\n" + b" " * 60_000
-"""Beginning of a request that goes on with a byte at a time."""
 ENDLESS = json.dumps({"model": MODEL.name, "prompt": ["Hi"] * NUM_PROMPTS, "max_tokens": 4000, "stream": True}).encode()
 UNREAD = HEAD + b"content-length: %d\r\n\r\n" % len(ENDLESS) + ENDLESS
 """Request of a stream with more bytes than the buffers of a connection hold."""
@@ -40,28 +38,6 @@ async def ended(sent: bytes, http: Http) -> bytes:
     except ConnectionResetError:
         return b""
     finally:
-        writer.close()
-
-
-async def dripped(http: Http) -> bytes:
-    """The status line that a client gets which sends a byte now and then. Empty if the connection is closed first."""
-    reader, writer = await asyncio.open_connection(HOST, http.port)
-
-    async def drip() -> None:
-        writer.write(DRIPPING)
-        while True:
-            await writer.drain()
-            await asyncio.sleep(DRIP_S)
-            writer.write(b" ")
-
-    dripping = asyncio.create_task(drip())
-    try:
-        return await reader.readline()
-    except ConnectionResetError:
-        return b""
-    finally:
-        dripping.cancel()
-        await asyncio.gather(dripping, return_exceptions=True)
         writer.close()
 
 
@@ -96,7 +72,7 @@ async def test_slow_senders_and_clients_that_do_not_read_end_and_honest_streams_
     is_over = asyncio.Event()
     async with scripted_gateway() as (service, http, _client):
         streams = [asyncio.create_task(honest(http, is_over)) for _ in range(NUM_HONEST)]
-        slow = [asyncio.create_task(dripped(http)) for _ in range(NUM_CONNECTIONS)]
+        slow = [asyncio.create_task(dripping(http.port, 60_000, DRIP_S)) for _ in range(NUM_CONNECTIONS)]
         deaf = [await asyncio.open_connection(HOST, http.port, limit=1) for _ in range(NUM_DEAF)]
         for _, writer in deaf:
             writer.write(UNREAD)

@@ -27,6 +27,17 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 8192,
 }
 """Configuration with the sizes of SmolLM2-135M."""
+LLAMA_8B: dict[str, Any] = {
+    **TINY,
+    "vocab_size": 128256,
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+"""Configuration with the sizes of Llama 3.1 8B."""
 
 
 def write_config(folder: Path, config: dict[str, Any] = TINY) -> Path:

@@ -235,7 +235,7 @@ async def test_half_a_head_during_an_answer_does_not_keep_a_connection_open(monk
     body = json.dumps({"model": MODEL.name, "prompt": "Hi", "max_tokens": 3, "stream": True}).encode()
     async with scripted_gateway() as (_, http, _client), connection(http) as (reader, writer):
         writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body + HEAD)
-        await ended(reader)
+        assert b"[DONE]" in await ended(reader)
 
 
 async def test_a_request_that_follows_the_rest_of_a_body_is_answered_after_the_keep_alive_time() -> None:

@@ -21,23 +21,13 @@ from deploy.machine.doctor import Verdict, check_cores, check_memory
 from deploy.machine.pool_plans import core_plans
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import Machine
-from tests.support.models.config_folders import SMALL, TINY, write_config
+from tests.support.models.config_folders import LLAMA_8B, SMALL, write_config
 from tests.support.sysfs import Shape
 
 pytestmark = pytest.mark.usefixtures("cache")
 
 GIB = 2**30
 SNAPSHOT = Path(__file__).parents[3] / "data" / "core_arrangements.txt"
-LLAMA_8B: dict[str, Any] = {
-    **TINY,
-    "vocab_size": 128256,
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-}
 MODELS = {"135M": (SMALL, 134_515_008), "8B": (LLAMA_8B, 8_030_261_248)}
 SERVERS = {2: Shape(1, 2), 8: Shape(1, 8), 64: Shape(2, 32, free_kib=128 << 20), 192: Shape(8, 24, 2)}
 """Machines by their number of cores. The one with 192 has 384 hardware threads."""

@@ -18,23 +18,13 @@ from deploy.machine.device_profile import kept_path
 from deploy.machine.doctor import Verdict, check_devices, check_memory, require
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import GpuState, Machine
-from tests.support.models.config_folders import TINY, write_config
+from tests.support.models.config_folders import LLAMA_8B, write_config
 from tests.support.sysfs import flat_nodes
 
 pytestmark = pytest.mark.usefixtures("cache")
 
 GIB, MIB = 2**30, 2**20
 SNAPSHOT = Path(__file__).parents[3] / "data" / "gpu_arrangements.txt"
-LLAMA_8B: dict[str, Any] = {
-    **TINY,
-    "vocab_size": 128256,
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-}
 KINDS = {"NVIDIA H200": 143771, "NVIDIA L4": 23034, "NVIDIA Foo 9000": 49140}
 """Kinds of GPUs and their memory in MiB. The last one is not known: the rates of an L4 are assumed."""
 

@@ -17,12 +17,12 @@ from tests.support.clusters.scripted_orchestrator import MODEL, Fault, ScriptedO
 from tests.support.eventually import eventually
 from tests.support.kernels.os_memory import process_bytes
 from tests.support.models.tiny_tokenizer import chat_letters
+from tests.support.wire.hostile.dripping import HEAD, dripping
 from tests.support.wire.http_gateway import HOST, scripted_gateway
 
 pytestmark = pytest.mark.integration
 
 WITHIN_S = 60.0
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 BODY: dict[str, Any] = {"model": MODEL.name, "prompt": "Hi", "max_tokens": 3}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": BODY,
@@ -37,27 +37,7 @@ DRIP_S = 0.02
 PADDING = 12 * 2**20
 NUM_PADDED = 8
 ID = "i" * 9000
-"""Id of an item. It is kept with the conversation, and is no part of the prompt."""
-
-
-async def dripping(port: int, address: str, num_bytes: int) -> bytes:
-    """Begin a body of a megabyte, go on with a byte now and then, and return the status line of the answer."""
-    reader, writer = await asyncio.open_connection(HOST, port, local_addr=(address, 0))
-
-    async def drip() -> None:
-        writer.write(HEAD + b"content-length: 1000000\r\n\r\n" + b" " * num_bytes)
-        while True:
-            await writer.drain()
-            await asyncio.sleep(DRIP_S)
-            writer.write(b" ")
-
-    dripped = asyncio.create_task(drip())
-    try:
-        return await reader.readline()
-    finally:
-        dripped.cancel()
-        await asyncio.gather(dripped, return_exceptions=True)
-        writer.close()
+"""Id of an item. It is kept with the conversation, but does not belong to the prompt."""
 
 
 async def until(number: int, tasks: set[asyncio.Task[bytes]]) -> list[bytes]:
@@ -81,7 +61,7 @@ def limits(patch: pytest.MonkeyPatch, num_bytes: int) -> Iterator[None]:
 async def test_slow_senders_do_not_shut_others_out(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with limits(monkeypatch, 4 * (NUM_FIT * 1000 + 900)):
         async with scripted_gateway() as (service, http, client):
-            slow = {asyncio.create_task(dripping(http.port, address, 1000)) for _ in range(NUM_SLOW)}
+            slow = {asyncio.create_task(dripping(http.port, 1000, DRIP_S, address)) for _ in range(NUM_SLOW)}
             refused = await until(NUM_SLOW - NUM_FIT, slow)
             assert all(line.startswith(b"HTTP/1.1 429 ") for line in refused)
             assert (await client.post("/v1/completions", json=BODY)).status_code == 200
@@ -98,7 +78,7 @@ async def test_the_limit_on_all_bodies_holds_for_senders_with_several_addresses(
         async with scripted_gateway() as (_, http, client):
             addresses = [f"127.0.0.{number}" for number in range(2, 7)]
             slow = {
-                asyncio.create_task(dripping(http.port, address, 100_000))
+                asyncio.create_task(dripping(http.port, 100_000, DRIP_S, address))
                 for address in addresses
                 for _ in range(NUM_FIT)
             }
@@ -118,7 +98,7 @@ async def test_a_body_without_bytes_is_not_refused_in_place_of_others(monkeypatc
             reader, writer = await asyncio.open_connection(HOST, http.port)
             writer.write(HEAD + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(content))
             await reader.readuntil(b"100 Continue\r\n\r\n")  # its body is waited for
-            slow = {asyncio.create_task(dripping(http.port, HOST, 1000)) for _ in range(2)}
+            slow = {asyncio.create_task(dripping(http.port, 1000, DRIP_S)) for _ in range(2)}
             assert (await until(1, slow))[0].startswith(b"HTTP/1.1 429 ")
             writer.write(content)
             assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
@@ -129,11 +109,12 @@ async def test_a_body_without_bytes_is_not_refused_in_place_of_others(monkeypatc
 
 
 async def test_a_body_that_is_too_slow_in_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_bodies, "BODY_S", 0.3)
-    monkeypatch.setattr(held_bodies, "BODY_BYTES_PER_S", 10 / DRIP_S)  # ten times what it sends
     async with scripted_gateway() as (_, http, client):
-        slow = {asyncio.create_task(dripping(http.port, HOST, 1))}
-        assert (await until(1, slow))[0].startswith(b"HTTP/1.1 408 ")
+        with monkeypatch.context() as patched:
+            patched.setattr(held_bodies, "BODY_S", 0.3)
+            patched.setattr(held_bodies, "BODY_BYTES_PER_S", 10 / DRIP_S)  # ten times what it sends
+            slow = {asyncio.create_task(dripping(http.port, 1, DRIP_S))}
+            assert (await until(1, slow))[0].startswith(b"HTTP/1.1 408 ")
         assert (await client.post("/v1/completions", json=BODY)).status_code == 200
 
 
