@@ -72,14 +72,16 @@ void run_many(const LinearProblem& p, const std::vector<Block>& blocks, const ty
     [[maybe_unused]] typename Way::Scope scope;
     const std::unique_ptr<Floats[]> room(dequantises ? new Floats[per_group * panel_bytes / sizeof(Floats)] : nullptr);
     auto* dequantised = reinterpret_cast<uint16_t*>(room.get());
+    int64_t dequantised_group = -1;
     for (int64_t task = tasks.take(); task >= 0; task = tasks.take()) {
       const int64_t group = task / num_parts, part = task % num_parts;
       const int64_t first = group * per_group, last = std::min(p.P, first + per_group);
       const uint8_t* weights = room ? reinterpret_cast<uint8_t*>(dequantised) : p.panels + first * panel_bytes;
-      for (int64_t panel = first; room && panel < last; ++panel) {
+      for (int64_t panel = first; room && group != dequantised_group && panel < last; ++panel) {
         p.dequantise(p.codes, p.panels + panel * p.panel_bytes, panel, 0, p.depth, 0,
                      dequantised + (panel - first) * p.depth * kOutputs);
       }
+      dequantised_group = group;
       for (int64_t i = num_blocks * part / num_parts; i < num_blocks * (part + 1) / num_parts; ++i) {
         for (int64_t panel = first; panel < last; ++panel) {
           const Strip whole{weights + (panel - first) * panel_bytes, 0, p.depth, nullptr, {weights, 0}};
