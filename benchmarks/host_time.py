@@ -61,9 +61,10 @@ class StubDecoder(Decoder):
         started_s = time.thread_time()
         num_keys = sum(span.tokens.end for span in spans)
         self._clock.advance(COST.seconds(StepWork(len(token_ids), num_keys, num_keys)))
-        hidden_TD = torch.zeros(len(token_ids), self.config.hidden_size)
+        results = options.get("results")
+        hidden_RD = torch.zeros(len(token_ids if results is None else results), self.config.hidden_size)
         self.spent_s += time.thread_time() - started_s
-        return hidden_TD
+        return hidden_RD
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return logits whose maxima are the next tokens."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from baton.modeling.device.heads import PickedHeads, RowCopies
 from baton.modeling.device.port import Copies, Running
 from baton.modeling.forward.decode_rows import DecodeRows
 from baton.modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan, Step
-from baton.modeling.forward.selection import Picks, StepPicks
+from baton.modeling.forward.selection import Picks
 from baton.modeling.forward.triton.triton_rows import TritonRows
 from baton.modeling.kv.staging import StagingFrames
 from baton.modeling.kv.transfers import Transfer
@@ -63,14 +64,12 @@ class TimedDecoder(Decoder):
         token_ids: Sequence[int],
         spans: Sequence[SequenceSpan],
         turns: LayerTurns | None = None,
-        *,
-        most_queries: int = 1,
-        picks: StepPicks | None = None,
+        **options: Any,
     ) -> Tensor:
         """Run all layers, and measure the time of `turns`, the residency policy's callbacks for each layer. Return the
         hidden states."""
         timed = None if turns is None else TimedTurns(turns, self._clock)
-        return super().forward(token_ids, spans, timed, most_queries=most_queries, picks=picks)
+        return super().forward(token_ids, spans, timed, **options)
 
     def _attend(
         self,

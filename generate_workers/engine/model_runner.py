@@ -4,7 +4,7 @@ on the engine's thread.
 `engine.core` passes the plans of `scheduling_policy` to this module. The residency policy provides the KV.
 `baton.modeling.forward.decoder` runs the forward.
 
-Shape suffixes: T tokens of all spans, D hidden size.
+Shape suffixes: X tokens whose hidden states are computed to the end, D hidden size.
 """
 
 from collections.abc import Mapping
@@ -90,26 +90,35 @@ class ModelRunner:
         token_ids: list[int] = []
         spans: list[tuple[SlotId, TokenRange]] = []
         starts: list[int] = []
+        sampling: list[tuple[Row, Draft, int]] = []
+        places: list[int] = []  # of the tokens whose logits are needed
         for part in plan.spans:
-            drafted = drafts.get(part.slot, NO_DRAFT).token_ids
+            row, draft = rows[part.slot], drafts.get(part.slot, NO_DRAFT)
             starts.append(len(token_ids))
-            token_ids += rows[part.slot].token_ids[part.tokens.start : part.tokens.end] + drafted
-            spans.append((part.slot, TokenRange(part.tokens.start, part.tokens.end + len(drafted))))
+            token_ids += row.token_ids[part.tokens.start : part.tokens.end] + draft.token_ids
+            spans.append((part.slot, TokenRange(part.tokens.start, part.tokens.end + len(draft))))
+            if part.samples:
+                sampling += [(each, draft, len(places)) for each in (row, *row.followers)]
+                places += range(len(token_ids) - len(draft) - 1, len(token_ids))
         self._num_tokens = len(token_ids)
-        most_queries = 1 + max(map(len, drafts.values()), default=0)
+        scores = any(len(rows[part.slot].unscored(part.tokens)) for part in plan.spans)
+        needs_all = scores or len(places) == len(token_ids)
+        options = {"most_queries": 1 + max(map(len, drafts.values()), default=0)}
         with self._residency.step(spans) as step:
-            chosen_R, hidden_TD = [] if drafts else self._draw(plan, rows, step), None
+            chosen_R, hidden_XD = [] if drafts else self._draw(plan, rows, step), None
             self._is_replayed = bool(chosen_R) and self.replays
             if not chosen_R:
-                hidden_TD = self._decoder.forward(token_ids, step.spans, step.turns, most_queries=most_queries)
+                results = None if needs_all else places
+                hidden_XD = self._decoder.forward(token_ids, step.spans, step.turns, results=results, **options)
             _settle(plan, rows, drafts)
             self._num_kv_bytes = step.num_bytes_read
-        if hidden_TD is None:
-            sampling = [(rows[part.slot], NO_DRAFT, place) for place, part in enumerate(plan.spans)]
+        if hidden_XD is None:
             return Verified(torch.empty(0), sampling, chosen_R)
-        for part, start in zip(plan.spans, starts, strict=True):
-            self._score(rows[part.slot], part.tokens, hidden_TD[start:])
-        return self._verified(plan, rows, drafts, hidden_TD)
+        if needs_all:
+            for part, start in zip(plan.spans, starts, strict=True):
+                self._score(rows[part.slot], part.tokens, hidden_XD[start:])
+            hidden_XD = hidden_XD[places]
+        return Verified(self._decoder.logits(hidden_XD) if places else hidden_XD[:0], sampling)
 
     def _draw(self, plan: StepPlan, rows: Mapping[SlotId, Row], step: StepKv) -> list[int]:
         """Run a plan without drafts by `decode_steps`, and return its sequences' next tokens. Return an empty list,
@@ -119,20 +128,8 @@ class ModelRunner:
         decoding = _decode_rows(plan, rows, step)
         return [] if decoding is None else self._decode_steps.run(decoding)
 
-    def _verified(self, plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts, hidden_TD: Tensor) -> Verified:
-        """Return the sequences that sample, with the logits of their last known tokens and of their drafts."""
-        sampling, places, start = list[tuple[Row, Draft, int]](), list[int](), 0
-        for part in plan.spans:
-            draft, end = drafts.get(part.slot, NO_DRAFT), start + len(part.tokens)
-            if part.samples:
-                leader = rows[part.slot]
-                sampling += [(row, draft, len(places)) for row in (leader, *leader.followers)]
-                places += range(end - 1, end + len(draft))
-            start = end + len(draft)
-        return Verified(self._decoder.logits(hidden_TD[places]) if places else hidden_TD[:0], sampling)
-
-    def _score(self, row: Row, tokens: TokenRange, hidden_TD: Tensor) -> None:
-        """Score the prompt's tokens if the request asks for it. `hidden_TD` begins with the hidden states of `tokens`.
+    def _score(self, row: Row, tokens: TokenRange, hidden_XD: Tensor) -> None:
+        """Score the prompt's tokens if the request asks for it. `hidden_XD` begins with the hidden states of `tokens`.
         Raises RowError when the logits are not finite."""
         for part in row.unscored(tokens).split(_SCORED_TOKENS):
             rows = slice(part.start - tokens.start, part.end - tokens.start)
@@ -140,7 +137,7 @@ class ModelRunner:
             assert num_top is not None
             successors = row.token_ids[part.start + 1 : part.end + 1]
             try:
-                row.add_scores(score(self._decoder.logits(hidden_TD[rows]), successors, num_top))
+                row.add_scores(score(self._decoder.logits(hidden_XD[rows]), successors, num_top))
             except NotFiniteError as error:
                 raise RowError(row.slot, str(error)) from error
 

@@ -231,8 +231,9 @@ class Decoder:
         *,
         most_queries: int = 1,
         picks: StepPicks | None = None,
+        results: Sequence[int] | None = None,
     ) -> Tensor:
-        """Run all layers on the new tokens, and return the hidden states `[T, D]`.
+        """Run all layers on the new tokens, and return the hidden states of the tokens in `results`, `[R, D]`.
 
         `spans`: for each sequence a span, which is a run of consecutive new tokens with access to the sequence's KV.
         `token_ids`: the new tokens of all spans, concatenated.
@@ -247,13 +248,17 @@ class Decoder:
         `picks`: the keys to which the tokens attend, if they are known before the step. All spans must then have one
         new token and be supported by the native kernel (`baton.modeling.forward.decode_rows`), and `turns` must not
         select keys.
+
+        `results`: indices of the tokens whose hidden states are needed, among the T new tokens; None: all. For the
+        other tokens, the last layer computes only keys and values, and attention.
         """
         step, others = self._begin_ragged(spans, most_queries if self._has_no_windows else 1)
         assert picks is None or (step.rows is not None and not others and most_queries == 1), "only rows pick keys"
         hidden_TD = self.embed(token_ids, step)
         fused = self.fused if turns is None else None
         if fused is not None and isinstance(step.rows, DecodeRows) and fused.fit(step.rows, len(hidden_TD)):
-            return fused.run(hidden_TD, step.positions, step.rows, picks)
+            hidden_TD = fused.run(hidden_TD, step.positions, step.rows, picks)
+            return hidden_TD if results is None else hidden_TD[results]
         for layer in range(self.config.num_layers):
             if turns is not None:
                 turns.begin(layer, hidden_TD)
@@ -261,7 +266,11 @@ class Decoder:
             picked = turns.picks(layer, q_TNH) if turns is not None and step.rows is not None else None
             if picks is not None:
                 picked = picks.of_layer(layer)
-            hidden_TD = self.complete(layer, hidden_TD, self._attend(layer, q_TNH, step.rows, others, picked))
+            attended_TNH = self._attend(layer, q_TNH, step.rows, others, picked)
+            if results is not None and layer == self.config.num_layers - 1:
+                hidden_TD, attended_TNH = hidden_TD[results], attended_TNH[results]
+            if len(hidden_TD):
+                hidden_TD = self.complete(layer, hidden_TD, attended_TNH)
             if turns is not None:
                 turns.end(layer)
         return hidden_TD

@@ -11,13 +11,13 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from baton.modeling.forward.attention import Attention
 from baton.modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan, Step
-from baton.modeling.forward.selection import StepPicks
 from baton.process.clock import Clock, SystemClock
 from baton.types import SlotId
 from generate_workers.engine.scheduling_policy import Progress, SchedulingPolicy, StepPlan
@@ -177,11 +177,9 @@ class PacedStepDecoder(Decoder):
         token_ids: Sequence[int],
         spans: Sequence[SequenceSpan],
         turns: LayerTurns | None = None,
-        *,
-        most_queries: int = 1,
-        picks: StepPicks | None = None,
+        **options: Any,
     ) -> Tensor:
         self._steps.begin()
-        hidden_TD = super().forward(token_ids, spans, turns, most_queries=most_queries, picks=picks)
+        hidden_RD = super().forward(token_ids, spans, turns, **options)
         self._steps.end()
-        return hidden_TD
+        return hidden_RD

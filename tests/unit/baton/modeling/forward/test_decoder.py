@@ -111,3 +111,21 @@ def test_where_no_row_can_be_served_nobody_is_asked() -> None:
     turns = Turns(lambda _: None)
     decoder.forward([5, 6, 7, 8], [BufferSpan(buffer, TokenRange(2, 6))], turns)
     assert turns.calls == ["begin 0", "end 0"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("results", [[5, 0], [3], []])
+@torch.inference_mode()
+def test_only_the_last_layer_of_tokens_without_results_is_cut_short(dtype: str, results: list[int]) -> None:
+    decoder = random_decoder(dtype=dtype, head_dim=HEAD_DIM, num_layers=2)
+    row, prompt = filled(decoder, (9, 6))
+    spans = [BufferSpan(row, TokenRange(8, 9)), BufferSpan(prompt, TokenRange(0, 6))]
+    ids = [5, 6, 7, 8, 9, 10, 11]
+    whole_TD, kv = decoder.forward(ids, spans), [buffer.data.clone() for buffer in (row, prompt)]
+    prompt.data.zero_()
+    turns = Turns(lambda _: None)
+    found_RD = decoder.forward(ids, spans, turns, results=results)
+    assert found_RD.shape == (len(results), decoder.config.hidden_size)
+    torch.testing.assert_close(found_RD, whole_TD[results], rtol=2e-2, atol=2e-2 if dtype == "bfloat16" else 1e-5)
+    assert [torch.equal(buffer.data, before) for buffer, before in zip((row, prompt), kv, strict=True)] == [True] * 2
+    assert turns.calls[-1] == "end 1"
