@@ -15,12 +15,22 @@ from typing import Any
 from baton.planning.device_profile import DeviceProfile
 from baton.planning.hardware import ModelCosts
 from baton.planning.model_shape import ModelShape
+from baton.planning.work_cost import WorkCost
 from baton.process.topology import computing_cpus
 from deploy.machine.cluster_plan import WORKER_BYTES, ClusterPlan
 from deploy.machine.device_profile import cpu_profile
 from deploy.machine.pool_plans import OUTPUT_TOKENS, PROMPT_TOKENS, Costs, PoolPlan, best_plan, core_plans, reason_for
 from deploy.machine.this_machine import Machine
 
+SEQUENCE_TOKENS = 2048
+"""Mean number of tokens of a sequence for which KV memory is planned."""
+_NUM_SLOTS = (64, 32)
+"""Numbers of slots that are considered for an engine, from the largest to the smallest, before its configured
+number."""
+_STEP_S = 0.1
+"""Maximum predicted seconds of a step in which all slots decode, each with `PROMPT_TOKENS` tokens."""
+_KV_SHARE = 0.5
+"""Fraction of the free memory for KV, as in `generate_workers.engine.memory_limits`."""
 _LAYER_JOINS = 6
 """Number of times in a layer that the threads of a worker wait for each other."""
 _JOIN_S = 7e-7
@@ -47,7 +57,24 @@ def divide_cores(plan: ClusterPlan, machine: Machine) -> tuple[dict[str, dict[st
     chosen = best_plan(found)
     on_nodes = f" on {len(nodes)} NUMA nodes" if len(nodes) > 1 else ""
     why = f"{sum(map(len, nodes))} cores{on_nodes}: {reason_for(chosen, found)}"
-    return _settings_of(chosen, nodes, machine), why
+    settings = _settings_of(chosen, nodes, machine)
+    step = costs.of(chosen.engine_units, 1 / chosen.num_engines).step
+    settings["generate"]["num_slots"] = _num_slots(plan, step, machine.available_bytes // chosen.num_engines)
+    return settings, why
+
+
+def _num_slots(plan: ClusterPlan, step: WorkCost, available_bytes: int) -> int:
+    """Return the largest number of slots for which each slot has KV memory for `SEQUENCE_TOKENS` tokens, and a step of
+    all slots is predicted to take less than `_STEP_S` seconds. It is at least the configured number. `step`: cost of an
+    engine's step. `available_bytes`: memory for each engine. Policies other than `device` keep the configured number,
+    because they reserve memory for each slot."""
+    generate = plan.config.generate
+    kv_bytes = generate.kv_memory_bytes or int(_KV_SHARE * available_bytes)
+    most = kv_bytes // (SEQUENCE_TOKENS * plan.model.token_bytes(plan.config.model.dtype))
+    if generate.residency != "device" or generate.device_memory_bytes:
+        return generate.num_slots
+    fitting = (each for each in _NUM_SLOTS if each <= most and step.plain_s(each, PROMPT_TOKENS) < _STEP_S)
+    return max(next(fitting, 0), generate.num_slots)
 
 
 def core_costs(

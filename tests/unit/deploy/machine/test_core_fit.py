@@ -223,3 +223,23 @@ def test_steps_take_the_time_that_others_measured(
     num_threads, num_engines = (sum(node_cores), 1) if spans else (node_cores[0], len(node_cores))
     step_s = costs.of(num_threads, 1 / len(node_cores)).step.plain_s(1, 100)
     assert tokens_per_s / 1.4 < num_engines / step_s < tokens_per_s * 1.4
+
+
+@pytest.mark.parametrize(
+    ("name", "available_bytes", "settings", "num_slots"),
+    [
+        pytest.param("135M", 24 * GIB, {}, 32, id="small-model"),
+        pytest.param("135M", 2 * GIB, {}, 16, id="little-memory"),
+        pytest.param("135M", 24 * GIB, {"kv_memory_bytes": GIB}, 16, id="little-kv"),
+        pytest.param("135M", 24 * GIB, {"residency": "host"}, 16, id="memory-for-each-slot"),
+        pytest.param("135M", 24 * GIB, {"num_slots": 5}, 5, id="configured"),
+        pytest.param("8B", 24 * GIB, {}, 16, id="slow-steps"),
+    ],
+)
+def test_engines_have_as_many_slots_as_memory_and_the_time_of_a_step_permit(
+    tmp_path: Path, name: str, available_bytes: int, settings: dict[str, Any], num_slots: int
+) -> None:
+    keep(BANDWIDTHS[2])
+    here = machine(SERVERS[2], tmp_path / "sys", available_bytes=available_bytes)
+    plan = arrange(WrittenConfig({"generate": settings}), model_of(tmp_path, name), here)
+    assert plan.config.generate.num_slots == num_slots
