@@ -21,7 +21,8 @@ from baton.process.cores import give_way_to
 from baton.process.garbage import collect_rarely
 from baton.process.own_thread import in_own_thread
 from baton.settings.place import WorkerPlace
-from baton.text.tokenizer import Tokenizer
+from baton.text.core_tokenizer import CoreTokenizer
+from baton.text.kept_core import load_core
 from generate_workers.config import EngineConfig
 from generate_workers.engine.served_model import ServedModel
 from generate_workers.servicer import GenerationServer
@@ -36,7 +37,7 @@ async def start_engine(
     has it. The engine reports `profile`, the profile of its device. Raises ModelError or ConfigError with one line of
     text."""
     decoder = await in_own_thread(partial((model or LoadedModel()).load, place))
-    tokenizer = await asyncio.to_thread(Tokenizer.load, place.model_folder)
+    tokenizer = await asyncio.to_thread(load_core, place.model_folder)
     draft_model = await in_own_thread(partial(_load_draft_model, place, config, decoder, tokenizer))
     server = await GenerationServer.start(
         ServedModel(decoder, tokenizer, draft_model, profile),
@@ -53,7 +54,7 @@ async def start_engine(
 
 
 def _load_draft_model(
-    place: WorkerPlace, config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer
+    place: WorkerPlace, config: EngineConfig, decoder: Decoder, tokenizer: CoreTokenizer
 ) -> Decoder | None:
     """Load the draft model with the model's dtype and form of weights; None if none is configured. Blocks. Raises
     ModelError, and ConfigError for a draft model with another vocabulary or tokenizer."""
@@ -64,7 +65,7 @@ def _load_draft_model(
     sizes = draft_model.config.vocab_size, decoder.config.vocab_size
     if sizes[0] != sizes[1]:
         what = f"vocabularies of {sizes[0]} and {sizes[1]} tokens"
-    elif not tokenizer.has_tokens_of(Tokenizer.load(folder)):
+    elif not tokenizer.has_tokens_of(load_core(folder)):
         what = "different tokenizers"
     else:
         return draft_model

@@ -28,6 +28,7 @@ from baton.limits import FORM_STACK_BYTES, MAX_COMPILED_BYTES
 from baton.sampling_params import StructuredOutput
 from baton.text.compile_order import CompileOrder
 from baton.text.json_schemas import schema_grammar
+from baton.text.kept_core import load_core
 from baton.text.token_masks import ChoiceMasks, Matcher
 
 _LEAST_BYTES = 64 * 2**10
@@ -105,14 +106,7 @@ class Grammars:
         """Create a Grammars object for a model. The tokenizer is loaded from `folder` when the first grammar is
         compiled."""
 
-        def load_json() -> str:
-            from baton.text.tokenizer import (
-                Tokenizer,  # takes a second and 100 MB: loaded only once an output is constrained
-            )
-
-            return Tokenizer.load(folder).to_json()
-
-        return cls(load_json, eos_token_ids)
+        return cls(lambda: load_core(folder).to_json(), eos_token_ids)
 
     def compile(self, form: StructuredOutput) -> Grammar:
         """Return the grammar of `form`, a request's description of its structured output. It is taken from the cache if

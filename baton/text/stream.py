@@ -6,15 +6,15 @@ Used by `generate_workers.engine.rows` on the engine's thread, and by `orchestra
 from collections.abc import Sequence
 from typing import Self
 
+from baton.text.core_tokenizer import CoreTokenizer
 from baton.text.stop_strings import StopChecker, StopResult, StopStrings
-from baton.text.tokenizer import Tokenizer
 
 
 class TextStream:
     """Converts the token ids of one stream to the text that its client receives. Each sequence in the engine owns one
     object."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: StopStrings, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: CoreTokenizer, stop: StopStrings, prompt_ids: Sequence[int]) -> None:
         """Create a stream. `stop` holds the stop strings, and `prompt_ids` are the tokens before the first pushed
         token."""
         self._detokenizer = tokenizer.detokenizer(prompt_ids)
@@ -24,7 +24,7 @@ class TextStream:
 
     @classmethod
     def rebuild(
-        cls, tokenizer: Tokenizer, stop: StopStrings, prompt_ids: Sequence[int], output_ids: Sequence[int]
+        cls, tokenizer: CoreTokenizer, stop: StopStrings, prompt_ids: Sequence[int], output_ids: Sequence[int]
     ) -> Self:
         """Return a stream in the state after `output_ids` were pushed. It is used to continue a stream that was
         interrupted."""

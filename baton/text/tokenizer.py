@@ -1,7 +1,7 @@
 """Loads a model's tokenizer and chat template from a Hugging Face folder, without torch.
 
-`orchestrator.api.checks` uses it to convert prompts and chats to token ids. `generate_workers.engine` uses it to
-convert token ids to text (`Tokenizer.detokenizer`).
+`orchestrator.api.checks` uses it to convert prompts and chats to token ids. Workers use only the tokenizer's core
+(`baton.text.core_tokenizer`).
 
 A Tokenizer is not changed after `load`, so any thread may use it. Encoding does not block other threads.
 `transformers.AutoTokenizer` would import torch. Therefore `TokenizersBackend` is used, which is the class that
@@ -12,7 +12,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from enum import Enum, auto
-from functools import cached_property, partial
+from functools import cached_property
 from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
@@ -26,7 +26,7 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from baton.errors import InvalidArgumentError, ModelError
 from baton.limits import MAX_ROLE_CHARS
 from baton.text.control_tokens import ControlTokens, cut, min_parts
-from baton.text.detokenizer import Detokenizer, text_after
+from baton.text.core_tokenizer import CoreTokenizer
 from baton.text.token_bounds import token_bound
 
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -56,17 +56,14 @@ class Ending(Enum):
     """The prompt ends inside the last message, directly after its text, so that the model continues this message."""
 
 
-class Tokenizer:
-    """Tokenizer of one model, which converts text to token ids and back. Create it with `load`."""
+class Tokenizer(CoreTokenizer):
+    """Tokenizer of one model with its chat template. Create it with `load`."""
 
     def __init__(self, backend: TokenizersBackend, folder: Path, *, control_tokens_in_text: bool = False) -> None:
+        super().__init__(backend.backend_tokenizer)
         self._hf = backend
         self._folder = folder
-        self._core = backend.backend_tokenizer
-        self._core.no_truncation()  # a tokenizer.json may carry the limits of its training, which would cut prompts
-        self._core.no_padding()
         added = self._core.get_added_tokens_decoder()
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._control = None if control_tokens_in_text else ControlTokens(added.values(), str(backend.chat_template))
         """Finds control tokens in the texts of chats and marks them, so that they are encoded as ordinary characters.
         None: texts are not marked, and a control token in a text is encoded as the control token."""
@@ -110,12 +107,6 @@ class Tokenizer:
             return ""
         return str(self._hf.get_chat_template(tools=[{}] if for_tools else None))
 
-    def silent_tokens(self, texts: Sequence[str]) -> dict[int, str]:
-        """Return the texts among `texts` that the tokenizer encodes as a single special token, by token id. `decode`
-        skips these tokens by default."""
-        ids = {self._core.token_to_id(text): text for text in texts}
-        return {token_id: text for token_id, text in ids.items() if token_id in self._special_ids}
-
     @cached_property
     def fingerprint(self) -> str:
         """Return a fingerprint of the tokenizer and its chat template, as 16 hex digits. Equal tokenizers with equal
@@ -123,26 +114,10 @@ class Tokenizer:
         content = f"{self._core.to_str()}/{self._hf.chat_template}"
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
-    def to_json(self) -> str:
-        """Return the tokenizer, including added tokens, in the format of tokenizer.json."""
-        text: str = self._core.to_str()
-        return text
-
-    def has_tokens_of(self, other: "Tokenizer") -> bool:
-        """Return True if both tokenizers have the same tokens with the same ids. Added tokens are included."""
-        mine, theirs = (each._core.get_vocab(with_added_tokens=True) for each in (self, other))
-        return bool(mine == theirs)
-
     def min_tokens(self, text: str) -> int:
         """Return a lower bound on the number of tokens of `text`. Takes milliseconds for megabytes of text. The bound
         is 0 if it is not known which bytes the tokenizer may drop (`baton.text.token_bounds`)."""
         return max(self._bound.min_tokens(text), min_parts(text)) if self._bound is not None else 0
-
-    def encode(self, text: str) -> list[int]:
-        """Convert a prompt to token ids. A beginning-of-sequence token is added if the tokenizer's post-processor adds
-        one. The characters of a special token in the text are encoded as the special token. Raises InvalidArgumentError
-        for text that is not valid Unicode."""
-        return self._encode(text, "prompt", add_special_tokens=True)
 
     def encode_chat(self, messages: Messages) -> list[int]:
         """Convert a conversation to token ids. It is rendered with `render_chat` and encoded with `encode_rendered`."""
@@ -193,36 +168,6 @@ class Tokenizer:
                 ids += ids_of[part][bool(self._guard) :]
         return ids
 
-    def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
-        """Convert token ids to text. Unknown ids are skipped. Special tokens are skipped unless `with_special` is True.
-        Invalid UTF-8 becomes U+FFFD."""
-        return self._core.decode(ids, skip_special_tokens=not with_special)
-
-    def token_text(self, token_id: int) -> str:
-        """Return the text of one token as if it were in the middle of a text. The text includes a leading space, which
-        `decode` drops at the start of a text. Special tokens and unknown ids have empty text. An incomplete character
-        becomes U+FFFD."""
-        return text_after(self.decode, *self._within, [token_id])
-
-    def detokenizer(self, prompt_ids: Sequence[int] = (), *, with_special: bool = False) -> Detokenizer:
-        """Return a new Detokenizer, which decodes the tokens of one stream incrementally. `prompt_ids` are the tokens
-        before the stream's first token. Special tokens are skipped unless `with_special` is True."""
-        if with_special:
-            return Detokenizer(partial(self.decode, with_special=True), self._is_unknown, prompt_ids)
-        return Detokenizer(self.decode, self._is_silent, prompt_ids)
-
-    @cached_property
-    def _within(self) -> tuple[list[int], str]:
-        """Token ids of a letter, and their text. Tokens that follow them are decoded as in the middle of a text."""
-        ids = self._encode("a", "text", add_special_tokens=False)
-        return ids, self.decode(ids)
-
-    def _is_silent(self, token_id: int) -> bool:
-        return token_id in self._special_ids or self._is_unknown(token_id)
-
-    def _is_unknown(self, token_id: int) -> bool:
-        return self._core.id_to_token(token_id) is None
-
     def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, options: Mapping[str, Any]) -> str:
         try:
             if self._control is not None:
@@ -238,20 +183,6 @@ class Tokenizer:
             ) from error
         assert isinstance(text, str)
         return text
-
-    def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidArgumentError(
-                f"{field}: not Unicode text: lone surrogate at character {error.start}; send valid UTF-8"
-            ) from error
-        (ids,) = self._encode_all([text], add_special_tokens=add_special_tokens)
-        return ids
-
-    def _encode_all(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
-        # `encode` would hold the GIL, and so block the process's asyncio loop, until it returns.
-        return [each.ids for each in self._core.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
 
 
 def _is_guard(core: Core, token: AddedToken) -> bool:

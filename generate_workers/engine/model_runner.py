@@ -103,13 +103,15 @@ class ModelRunner:
         self._num_tokens = len(token_ids)
         scores = any(len(rows[part.slot].unscored(part.tokens)) for part in plan.spans)
         needs_all = scores or len(places) == len(token_ids)
-        options = {"most_queries": 1 + max(map(len, drafts.values()), default=0)}
+        most_queries = 1 + max(map(len, drafts.values()), default=0)
         with self._residency.step(spans) as step:
             chosen_R, hidden_XD = [] if drafts else self._draw(plan, rows, step), None
             self._is_replayed = bool(chosen_R) and self.replays
             if not chosen_R:
                 results = None if needs_all else places
-                hidden_XD = self._decoder.forward(token_ids, step.spans, step.turns, results=results, **options)
+                hidden_XD = self._decoder.forward(
+                    token_ids, step.spans, step.turns, most_queries=most_queries, results=results
+                )
             _settle(plan, rows, drafts)
             self._num_kv_bytes = step.num_bytes_read
         if hidden_XD is None:

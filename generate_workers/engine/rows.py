@@ -17,10 +17,10 @@ from baton.modeling.checkpoints.registry import ModelConfig
 from baton.modeling.forward.sampling import SamplerState
 from baton.process.crash_notes import NUM_WATCHED_TOKENS, fingerprint
 from baton.sampling_params import SamplingParams
+from baton.text.core_tokenizer import CoreTokenizer
 from baton.text.stop_strings import StopStrings
 from baton.text.stream import TextStream
 from baton.text.token_masks import ChoiceMasks
-from baton.text.tokenizer import Tokenizer
 from baton.types import DraftRound, FinishReason, LeaseRef, RequestId, SampledToken, SlotId, TokenEvent, TokenRange
 from generate_workers.slots.leases import BatchSlot
 
@@ -159,7 +159,7 @@ class Row:
     the sampler and the detokenizer are computed again from the known tokens."""
 
     def __init__(
-        self, stream: EngineStream, choice: int, batch_slot: BatchSlot, tokenizer: Tokenizer, config: ModelConfig
+        self, stream: EngineStream, choice: int, batch_slot: BatchSlot, tokenizer: CoreTokenizer, config: ModelConfig
     ) -> None:
         request = stream.request
         params = request.params.of_choice(choice)

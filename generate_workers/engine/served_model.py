@@ -12,7 +12,7 @@ from baton.planning.device_profile import DeviceProfile
 from baton.planning.gpus import gpu_rank
 from baton.planning.hardware import cpu_rank, derive_step
 from baton.planning.step_cost import StepCost
-from baton.text.tokenizer import Tokenizer
+from baton.text.core_tokenizer import CoreTokenizer
 from generate_workers.engine.model_shape import model_shape
 
 
@@ -21,7 +21,7 @@ class ServedModel:
     """Model that one engine serves, with its tokenizer and an optional draft model."""
 
     decoder: Decoder
-    tokenizer: Tokenizer
+    tokenizer: CoreTokenizer
     draft_model: Decoder | None = None
     """Loaded draft model of `EngineConfig.draft_model`, which has the same vocabulary as `decoder`. None if no draft
     model is configured."""
