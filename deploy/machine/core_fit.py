@@ -19,11 +19,18 @@ from baton.planning.work_cost import WorkCost
 from baton.process.topology import computing_cpus
 from deploy.machine.cluster_plan import WORKER_BYTES, ClusterPlan
 from deploy.machine.device_profile import cpu_profile
-from deploy.machine.pool_plans import OUTPUT_TOKENS, PROMPT_TOKENS, Costs, PoolPlan, best_plan, core_plans, reason_for
+from deploy.machine.pool_plans import (
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    SEQUENCE_TOKENS,
+    Costs,
+    PoolPlan,
+    best_plan,
+    core_plans,
+    reason_for,
+)
 from deploy.machine.this_machine import Machine
 
-SEQUENCE_TOKENS = 2048
-"""Mean number of tokens of a sequence for which KV memory is planned."""
 _NUM_SLOTS = (64, 32)
 """Numbers of slots that are considered for an engine, from the largest to the smallest, before its configured
 number."""
@@ -58,21 +65,30 @@ def divide_cores(plan: ClusterPlan, machine: Machine) -> tuple[dict[str, dict[st
     on_nodes = f" on {len(nodes)} NUMA nodes" if len(nodes) > 1 else ""
     why = f"{sum(map(len, nodes))} cores{on_nodes}: {reason_for(chosen, found)}"
     settings = _settings_of(chosen, nodes, machine)
-    step = costs.of(chosen.engine_units, 1 / chosen.num_engines).step
-    settings["generate"]["num_slots"] = _num_slots(plan, step, machine.available_bytes // chosen.num_engines)
+    used_nodes = 1 if chosen.num_workers == 1 else chosen.num_nodes
+    step = costs.of(chosen.engine_units, used_nodes / (len(nodes) * chosen.num_engines)).step
+    settings["generate"]["num_slots"] = _num_slots(plan, chosen, step, machine.available_bytes)
     return settings, why
 
 
-def _num_slots(plan: ClusterPlan, step: WorkCost, available_bytes: int) -> int:
-    """Return the largest number of slots for which each slot has KV memory for `SEQUENCE_TOKENS` tokens, and a step of
-    all slots is predicted to take less than `_STEP_S` seconds. It is at least the configured number. `step`: cost of an
-    engine's step. `available_bytes`: memory for each engine. Policies other than `device` keep the configured number,
-    because they reserve memory for each slot."""
+def _num_slots(plan: ClusterPlan, pools: PoolPlan, step: WorkCost, available_bytes: int) -> int:
+    """Return the number of slots of each engine: the largest of `_NUM_SLOTS` for which two conditions hold, or the
+    configured number if that is larger. Each slot has KV memory for `SEQUENCE_TOKENS` tokens, and a step of all slots
+    is predicted to take less than `_STEP_S` seconds. `step`: cost of an engine's step. `available_bytes`: memory for
+    all workers.
+
+    If the engines reserve memory for each slot, the configured number is returned. They do so with residencies other
+    than `device`, with a draft model, and for drafts that select keys.
+    """
     generate = plan.config.generate
-    kv_bytes = generate.kv_memory_bytes or int(_KV_SHARE * available_bytes)
-    most = kv_bytes // (SEQUENCE_TOKENS * plan.model.token_bytes(plan.config.model.dtype))
-    if generate.residency != "device" or generate.device_memory_bytes:
+    reserves = generate.speculation not in ("auto", "off", "ngram", "streaming")
+    if generate.residency != "device" or generate.device_memory_bytes or reserves:
         return generate.num_slots
+    token_bytes = plan.model.token_bytes(plan.config.model.dtype)
+    prompt_bytes = pools.num_chains * pools.num_ranks * plan.max_tokens * token_bytes
+    taken_bytes = pools.num_workers * WORKER_BYTES + pools.num_nodes * plan.copy_bytes("cpu") + prompt_bytes
+    kv_bytes = generate.kv_memory_bytes or int(_KV_SHARE * (available_bytes - taken_bytes)) // pools.num_engines
+    most = kv_bytes // (SEQUENCE_TOKENS * token_bytes)
     fitting = (each for each in _NUM_SLOTS if each <= most and step.plain_s(each, PROMPT_TOKENS) < _STEP_S)
     return max(next(fitting, 0), generate.num_slots)
 

@@ -11,12 +11,10 @@ from baton.planning.work_cost import WorkCost
 from deploy.config.cluster import ClusterConfig
 from deploy.machine.cluster_plan import CUDA_WORKER_BYTES, WORKER_BYTES
 from deploy.machine.device_profile import gpu_profile
-from deploy.machine.pool_plans import PROMPT_TOKENS, Costs
+from deploy.machine.pool_plans import PROMPT_TOKENS, SEQUENCE_TOKENS, Costs
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import GpuState, Machine
 
-SEQUENCE_TOKENS = 2048
-"""Mean number of tokens of a sequence for which KV memory is planned."""
 _ON_GPUS = {
     "model.weights": ("stored", "bfloat16"),
     "generate.residency": ("device", "host"),

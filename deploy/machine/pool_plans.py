@@ -24,6 +24,8 @@ from baton.planning.hardware import ModelCosts
 
 PROMPT_TOKENS = 1024
 """Number of prompt tokens of the nominal request, with which plans are compared."""
+SEQUENCE_TOKENS = 2048
+"""Mean number of tokens of a sequence for which the KV memory of a slot is planned."""
 OUTPUT_TOKENS = 128
 """Number of output tokens of the nominal request, with which plans are compared."""
 MOST_RANKS = 8

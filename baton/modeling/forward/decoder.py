@@ -258,7 +258,8 @@ class Decoder:
         fused = self.fused if turns is None else None
         if fused is not None and isinstance(step.rows, DecodeRows) and fused.fit(step.rows, len(hidden_TD)):
             hidden_TD = fused.run(hidden_TD, step.positions, step.rows, picks)
-            return hidden_TD if results is None else hidden_TD[results]
+            return hidden_TD if results is None else hidden_TD[list(results)]
+        results_R = None if results is None else torch.tensor(results, dtype=torch.int64, device=hidden_TD.device)
         for layer in range(self.config.num_layers):
             if turns is not None:
                 turns.begin(layer, hidden_TD)
@@ -267,8 +268,8 @@ class Decoder:
             if picks is not None:
                 picked = picks.of_layer(layer)
             attended_TNH = self._attend(layer, q_TNH, step.rows, others, picked)
-            if results is not None and layer == self.config.num_layers - 1:
-                hidden_TD, attended_TNH = hidden_TD[results], attended_TNH[results]
+            if results_R is not None and layer == self.config.num_layers - 1:  # only R tokens are left
+                hidden_TD, attended_TNH = hidden_TD[results_R], attended_TNH[results_R]
             if len(hidden_TD):
                 hidden_TD = self.complete(layer, hidden_TD, attended_TNH)
             if turns is not None:

@@ -311,7 +311,7 @@ def padded(tensor: Tensor) -> Tensor:
     return torch.cat([tensor, tensor[:3]]) if len(tensor) == VOCAB_SIZE else tensor
 
 
-def test_a_draft_model_must_have_the_model_s_tokens(tmp_path: Path) -> None:
+def test_a_draft_model_must_have_the_model_s_tokens(cache: Path, tmp_path: Path) -> None:
     model, small, other, larger = (tmp_path / name for name in ("model", "small", "other", "larger"))
     for seed, folder in enumerate((model, small, other)):
         folder.mkdir()

@@ -115,17 +115,28 @@ def test_where_no_row_can_be_served_nobody_is_asked() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("results", [[5, 0], [3], []])
+@pytest.mark.parametrize("most_queries", [1, 6], ids=["spans", "rows"])
 @torch.inference_mode()
-def test_only_the_last_layer_of_tokens_without_results_is_cut_short(dtype: str, results: list[int]) -> None:
+def test_only_the_last_layer_of_tokens_without_results_is_cut_short(
+    dtype: str, results: list[int], most_queries: int
+) -> None:
+    """With `rows`, all spans are computed together, in one native call if there are no `turns`."""
     decoder = random_decoder(dtype=dtype, head_dim=HEAD_DIM, num_layers=2)
-    row, prompt = filled(decoder, (9, 6))
-    spans = [BufferSpan(row, TokenRange(8, 9)), BufferSpan(prompt, TokenRange(0, 6))]
+    buffers = filled(decoder, (9, 6))
+    spans = [BufferSpan(buffers[0], TokenRange(8, 9)), BufferSpan(buffers[1], TokenRange(0, 6))]
     ids = [5, 6, 7, 8, 9, 10, 11]
-    whole_TD, kv = decoder.forward(ids, spans), [buffer.data.clone() for buffer in (row, prompt)]
-    prompt.data.zero_()
-    turns = Turns(lambda _: None)
-    found_RD = decoder.forward(ids, spans, turns, results=results)
-    assert found_RD.shape == (len(results), decoder.config.hidden_size)
-    torch.testing.assert_close(found_RD, whole_TD[results], rtol=2e-2, atol=2e-2 if dtype == "bfloat16" else 1e-5)
-    assert [torch.equal(buffer.data, before) for buffer, before in zip((row, prompt), kv, strict=True)] == [True] * 2
-    assert turns.calls[-1] == "end 1"
+    whole_TD = decoder.forward(ids, spans, most_queries=most_queries)
+    kv = [buffer.data.clone() for buffer in buffers]
+    atol = 2e-2 if dtype == "bfloat16" else 1e-5
+    for turns in (None, Turns(lambda _: None)):
+        for span in spans:
+            for layer in range(2):
+                span.own(layer).zero_()
+        found_RD = decoder.forward(
+            ids, spans, turns, most_queries=most_queries if turns is None else 1, results=results
+        )
+        assert found_RD.shape == (len(results), decoder.config.hidden_size)
+        torch.testing.assert_close(found_RD, whole_TD[results], rtol=0.0, atol=atol)
+        for buffer, before in zip(buffers, kv, strict=True):
+            torch.testing.assert_close(buffer.data, before, rtol=0.0, atol=atol)
+    assert turns is not None and turns.calls[-1] == "end 1"
