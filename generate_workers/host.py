@@ -13,7 +13,7 @@ from pathlib import Path
 from baton.errors import ConfigError
 from baton.modeling.checkpoints.weights import load_decoder
 from baton.modeling.forward.decoder import Decoder
-from baton.modeling.hosting import LoadedModel, prefix_place
+from baton.modeling.hosting import LoadedModel, prefix_place, prepare_kernels
 from baton.modeling.prefix_store.folder import sweep
 from baton.planning.device_profile import DeviceProfile
 from baton.process.clock import SystemClock
@@ -68,6 +68,7 @@ def _load_draft_model(
     elif not tokenizer.has_tokens_of(load_core(folder)):
         what = "different tokenizers"
     else:
+        prepare_kernels(draft_model)
         return draft_model
     raise ConfigError(
         f"draft_model {folder} and the model {place.model_folder} have {what}: use a draft_model of the same family"

@@ -34,6 +34,7 @@ from baton.transport.kv_receiver import MAX_TTL_S, KvReceiverServicer
 from baton.transport.proto_types import history_from_proto, kernels_to_proto, lease_ref_from_proto
 from baton.types import KvLayout, StreamNumber
 from baton.v1 import common_pb2, generate_pb2, generate_pb2_grpc
+from generate_workers.compiling import compile_steps
 from generate_workers.config import EngineConfig
 from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.core import GenerationEngine
@@ -224,6 +225,7 @@ class GenerationServer:
         port = bind(server, place.host)
         slots = SlotTable(memory, clock, endpoint=join_address(place.host, port))
         speculation = make_speculation(model, slots, config)  # may raise, so it runs before the store is opened
+        await asyncio.to_thread(compile_steps, decoder, memory.residency, config.max_slot_tokens)
         decode_steps = await asyncio.to_thread(make_device_steps, decoder, memory.residency, config, clock)
         prefixes = None if prefix_place is None else GroupPrefixes(prefix_place, slots, secret)
         reclaim = prefixes.saver.give_up if prefixes is not None else None

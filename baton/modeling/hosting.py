@@ -17,9 +17,9 @@ from baton.modeling.checkpoints.weights import load_decoder
 from baton.modeling.device.copying import LinkRate
 from baton.modeling.device.making import make_device
 from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.triton.compiling import compile_decoder
 from baton.modeling.kernels import native
 from baton.modeling.kernels.process_kernels import KERNELS
-from baton.modeling.kernels.triton.prefill import compile_prefills
 from baton.modeling.prefix_store.folder import allow_files, node_folder, share_bytes
 from baton.modeling.prefix_store.node import DiskPlace, NodeStore
 from baton.process.clock import Clock
@@ -91,19 +91,17 @@ class LoadedModel:
             with _half_of(num_threads):
                 self._decoder = load_decoder(place.model_folder, **formats, device=device, shared=True)
             self._source = source
-            _prepare_kernels(self._decoder)
+            prepare_kernels(self._decoder)
         return self._decoder
 
 
-def _prepare_kernels(decoder: Decoder) -> None:
-    """Build or compile the kernels now, so that the first token or prompt does not wait for them."""
-    config = decoder.config
+def prepare_kernels(decoder: Decoder) -> None:
+    """Build or compile the kernels of a model now, so that the first token or prompt does not wait for them. The steps
+    of a generation engine need further kernels (`generate_workers.compiling.compile_steps`)."""
     if decoder.weights.device.type == "cpu":
         native.load()
     elif decoder.has_triton_rows:
-        heads = config.num_heads, config.num_kv_heads, config.head_dim
-        has_windows = any(window is not None for window in config.windows)
-        compile_prefills(heads, decoder.dtype, decoder.weights.device, with_masks=has_windows)
+        compile_decoder(decoder)
 
 
 def prefix_place(place: WorkerPlace) -> PrefixPlace | None:

@@ -20,14 +20,12 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from baton.modeling.device.port import Device
 from baton.modeling.forward.drawing import DrawKind, Draws, RowDraw, choose_tokens
-from baton.modeling.forward.triton.attention import triton_kernel
 from baton.modeling.kernels.triton.decode import decode_attention
 from baton.modeling.kernels.triton.row_kernels import StepRows
-from baton.modeling.kv.buffers import KvRows
+from baton.modeling.kernels.triton.spans import SpanRows, divide, span_attention, tiles_for
 from baton.modeling.kv.pages import PAGE_TOKENS
 from benchmarks.device.model import Shape
 from benchmarks.device.rates import times_s
-from tests.support.kernels.segments import attend
 
 PREFILLS = ((1024, 0, 1), (1024, 0, 8), (2048, 6144, 1), (2048, 6144, 28), (8192, 0, 1), (8192, 0, 28))
 """Cases of prefill attention, each as (number of queries, number of keys before them, number of contiguous runs of
@@ -66,21 +64,33 @@ class Rates:
 
 
 def prefills(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
-    """Measure the prefill attention of one layer. One baseline is the time of the same number of operations at the rate
-    of a matrix product. The other baselines are torch's attention kernels. They are measured only for prompts that have
-    no earlier keys and whose pages form a single contiguous run."""
+    """Measure the prefill attention of one layer over pages. One baseline is the time of the same number of operations
+    at the rate of a matrix product. The other baselines are torch's attention kernels. They are measured only for
+    prompts that have no earlier keys and whose pages form a single contiguous run."""
     for num_queries, num_before, num_runs in PREFILLS:
-        q_TNH, k_SGH, v_SGH = _random_heads(shape, device, num_queries, num_before + num_queries)
-        segments = _runs(k_SGH, v_SGH, num_runs)
-        run = functools.partial(attend, q_TNH, num_before, segments, None, triton_kernel)
-        found_ms = _ms(device, run)
+        num_keys = num_before + num_queries
+        pages = num_keys // PAGE_TOKENS, PAGE_TOKENS, 2, shape.num_kv_heads, shape.head_dim
+        q_TNH, pages_PS2GH = _random(device, num_queries, shape.num_heads, shape.head_dim), _random(device, *pages)
+        rows = StepRows(
+            table_BC=_table(pages[0], num_runs).to(device.torch_device),
+            lengths_B=torch.full((1,), num_keys, dtype=torch.int32, device=device.torch_device),
+            starts_E=torch.tensor([0, num_queries], dtype=torch.int32, device=device.torch_device),
+            most_queries=num_queries,
+            most_keys=num_keys,
+        )
+        tiles = tiles_for(pages_PS2GH)
+        blocks_X2 = divide([num_queries], [num_keys], shape.num_heads // shape.num_kv_heads, tiles.rows)
+        spans = SpanRows(rows, torch.from_numpy(blocks_X2).to(device.torch_device), tiles)
+        found_ms = _ms(device, functools.partial(span_attention, q_TNH, pages_PS2GH, spans))
         flops = 4.0 * shape.hidden_size * num_queries * (num_before + num_queries / 2)
         case = {"queries": num_queries, "before": num_before, "runs": num_runs}
         yield Measured(case, "prefill_attention_ms", found_ms, "product", 1e3 * flops / rates.product)
         if num_runs > 1 or num_before:
             continue
+        kv_S2GH = pages_PS2GH.flatten(0, 1)
         for name, backend in _BACKENDS.items():
-            yield Measured(case, "prefill_attention_ms", found_ms, name, _sdpa_ms(device, q_TNH, k_SGH, v_SGH, backend))
+            baseline_ms = _sdpa_ms(device, q_TNH, kv_S2GH[:, 0], kv_S2GH[:, 1], backend)
+            yield Measured(case, "prefill_attention_ms", found_ms, name, baseline_ms)
 
 
 def decodes(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
@@ -148,21 +158,15 @@ def draws(device: Device, rates: Rates) -> Iterator[Measured]:
             yield Measured(case, "draw_ms", found_ms, "bytes", 1e3 * logits_BV.nbytes / rates.memory)
 
 
-def _runs(k_SGH: Tensor, v_SGH: Tensor, num_runs: int) -> list[KvRows]:
-    """Return keys and values as `num_runs` runs of whole pages."""
-    num_pages = len(k_SGH) // PAGE_TOKENS
-    edges = [PAGE_TOKENS * (num_pages * run // num_runs) for run in range(num_runs)] + [len(k_SGH)]
-    spans = itertools.pairwise(edges)
-    return [KvRows(k_SGH[start:end], v_SGH[start:end], start) for start, end in spans]
+def _table(num_pages: int, num_runs: int) -> Tensor:
+    """Return a block table `[1, pages]` that divides the pages into `num_runs` contiguous runs, in reverse order."""
+    edges = [num_pages * run // num_runs for run in range(num_runs + 1)]
+    runs = [range(start, end) for start, end in itertools.pairwise(edges)]
+    return torch.tensor([[page for run in reversed(runs) for page in run]], dtype=torch.int32)
 
 
 def _random(device: Device, *shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.bfloat16, device=device.torch_device)
-
-
-def _random_heads(shape: Shape, device: Device, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    kv_S2GH = _random(device, num_keys, 2, shape.num_kv_heads, shape.head_dim)
-    return _random(device, num_queries, shape.num_heads, shape.head_dim), kv_S2GH[:, 0], kv_S2GH[:, 1]
 
 
 def _sdpa_ms(device: Device, q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, backend: SDPBackend) -> float:

@@ -24,6 +24,7 @@ from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
 from baton.text.tokenizer import Tokenizer
 from baton.types import RequestId, StreamNumber, TokenEvent
+from generate_workers.compiling import compile_steps
 from generate_workers.config import EngineConfig
 from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.core import GenerationEngine
@@ -158,6 +159,7 @@ def running_engine(decoder: Decoder, config: EngineConfig) -> Iterator[LoggedEng
     model = ServedModel(decoder, tokenizer)
     scheduling_policy = ChunkedPrefillPolicy.of(config, model)
     running = RunningRows(slots, scheduling_policy, make_speculation(model, slots, config))
+    compile_steps(decoder, memory.residency, config.max_slot_tokens)
     decode_steps = make_device_steps(decoder, memory.residency, config, clock)
     engine = LoggedEngine(model, running, config, decode_steps=decode_steps)
     engine.start()

@@ -10,21 +10,14 @@ from baton.errors import ConfigError
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.experts import LinearExperts, mixtures
 from baton.modeling.forward.step_graphs import StepGraphs, step_bytes
-from baton.modeling.forward.triton.triton_rows import compile_rows
 from baton.modeling.kv.buffers import OUT_OF_MEMORY
 from baton.modeling.kv.pages import PAGE_TOKENS
-from baton.planning.speculation import MOST_DRAFTS
 from baton.process.clock import Clock
 from generate_workers.config import EngineConfig
 from generate_workers.residency.paged import PagedResidency
 from generate_workers.residency.port import Residency
 
 logger = logging.getLogger(__name__)
-
-_ONE_QUERY = (1,)
-_QUERIES = tuple(2**power for power in range(1 + MOST_DRAFTS.bit_length()))
-"""Numbers of tokens per sequence for which kernels are compiled. They are powers of two. The largest suffices for one
-token with the maximum number of drafts. A step uses the smallest number that is large enough."""
 
 
 def device_step_bytes(decoder: Decoder, config: EngineConfig) -> int:
@@ -55,9 +48,6 @@ def make_device_steps(decoder: Decoder, residency: Residency, config: EngineConf
             f"steps of {num_slots} rows cannot be captured ({why}): lower device_memory_bytes or num_slots, or set "
             "step_graphs = false"
         ) from error
-    if captures:
-        most_queries = _ONE_QUERY if config.speculation == "off" else _QUERIES
-        compile_rows(pages_LPS2GH, decoder.config.num_heads, decoder.config.windows, most_queries)
     done = "captured in CUDA graphs" if captures else "made"
     logger.info("decode steps of %s rows: %s in %.1f s", made.sizes, done, clock.now_s() - began_s)
     return made

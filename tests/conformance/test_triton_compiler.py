@@ -39,7 +39,7 @@ def test_every_kernel_compiles_and_fits(
 ) -> None:
     found = run(compiling.compiled, dtype, head_dim, group, most_queries)
     kernels = [each.name for each in found]
-    others = ["append_token", "copy_pairs", "copy_words", "norm_token", "gate_tile", "turn_heads"]
+    others = ["append_token", "attend_span", "copy_pairs", "copy_words", "norm_token", "gate_tile", "turn_heads"]
     assert kernels == ["attend_split", "merge_splits", "attend_split", "attend_block", *others]
     assert all(each.num_cubin_bytes > 0 for each in found)
     assert max(each.shared_bytes for each in found) <= SHARED_BYTES
@@ -50,7 +50,19 @@ def test_every_kernel_compiles_and_fits(
 )
 def test_wide_tiles_take_the_shared_memory_that_they_are_chosen_by(run: Run, dtype: torch.dtype, head_dim: int) -> None:
     found = run(compiling.compiled_wide, dtype, head_dim, H100_SHARED_BYTES)
-    assert found.shared_bytes <= H100_SHARED_BYTES
+    assert [each.name for each in found] == ["attend_block", "attend_span"]
+    assert max(each.shared_bytes for each in found) <= H100_SHARED_BYTES
+
+
+@pytest.mark.parametrize("shared_bytes", [None, H100_SHARED_BYTES])
+@pytest.mark.parametrize("window", [None, pytest.param(4096, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("head_dim", [128, pytest.param(64, marks=pytest.mark.nightly)])
+def test_no_thread_of_attention_spills_registers(
+    run: Run, head_dim: int, window: int | None, shared_bytes: int | None
+) -> None:
+    found = run(compiling.compiled_wide, torch.bfloat16, head_dim, shared_bytes, window)
+    found += run(compiling.compiled, torch.bfloat16, head_dim, 4, 1)
+    assert [(each.name, each.num_spilled_bytes) for each in found if each.num_spilled_bytes] == []
 
 
 def test_a_cpu_is_refused_where_nothing_interprets() -> None:

@@ -14,7 +14,7 @@ import torch
 from baton.errors import ConfigError
 from baton.modeling.kernels.triton.launch import require_triton
 from tests.support.kernels.covering import Levels, covering, pairs
-from tests.support.kernels.triton import copies, decode, pointwise, prefill, refusals
+from tests.support.kernels.triton import copies, decode, pointwise, prefill, refusals, spans
 from tests.support.kernels.triton.decode import DecodeCase
 from tests.support.kernels.triton.prefill import PrefillCase
 from tests.support.kernels.triton.process import DEVICE, HAS_TRITON, Run
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.integration
 NEEDS_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 DECODE_CASES = [DecodeCase(**each) for each in covering(decode.LEVELS)]  # type: ignore[arg-type]
 PREFILL_CASES = [PrefillCase(**each) for each in covering(prefill.LEVELS)]  # type: ignore[arg-type]
+SPAN_CASES = spans.cases(covering(spans.LEVELS))
 APPEND_CASES = [each for each in DECODE_CASES if each.num_picks == 0]
 NUM_QUICK = 8
 """Cases of each kernel that `make test` runs."""
@@ -54,6 +55,29 @@ def test_prefill_attention(run: Run, case: PrefillCase) -> None:
 
 
 @NEEDS_TRITON
+@pytest.mark.parametrize("case", lanes(SPAN_CASES))
+def test_prefill_attention_over_pages(run: Run, case: DecodeCase) -> None:
+    run(spans.check_spans, case, DEVICE)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_span_depends_neither_on_others_nor_on_its_pages(run: Run, dtype: torch.dtype, window: int | None) -> None:
+    """Bit for bit: the attention of new tokens is the same alone, in other pages, and in any batch."""
+    run(spans.check_alone, DecodeCase(dtype, lengths="later chunks", window=window, tile_keys=None), DEVICE)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("spoilt", spans.SPOILERS)
+def test_what_prefill_attention_over_pages_is_told_wrongly_shows(run: Run, spoilt: str) -> None:
+    case = DecodeCase(lengths="later chunks", window=9)
+    run(spans.check_spans, case, DEVICE)
+    with pytest.raises(AssertionError, match="not close"):
+        run(spans.check_spans, case, DEVICE, spoilt)
+
+
+@NEEDS_TRITON
 @pytest.mark.parametrize("case", lanes(APPEND_CASES))
 def test_new_keys_lie_where_the_table_says(run: Run, case: DecodeCase) -> None:
     run(decode.check_append, case, DEVICE)
@@ -69,7 +93,7 @@ def test_long_rows_are_split_and_merged(run: Run, num_picks: int) -> None:
 @NEEDS_TRITON
 @pytest.mark.parametrize("num_picks", [0, 20])
 def test_a_row_does_not_depend_on_the_others(run: Run, num_picks: int) -> None:
-    """Bit for bit: a token's attention is the same alone and in any batch of the same bounds."""
+    """Bit for bit: a token's attention is the same alone and in any batch."""
     run(decode.check_rows_alone, DecodeCase(torch.float16, num_picks=num_picks, tile_keys=16), DEVICE)
 
 
@@ -161,7 +185,7 @@ def test_this_process_does_not_interpret(run: Run) -> None:
     assert DEVICE == "cuda" or "baton.modeling.kernels.triton.append_kernel" not in sys.modules
 
 
-@pytest.mark.parametrize("levels", [decode.LEVELS, prefill.LEVELS], ids=["decode", "prefill"])
+@pytest.mark.parametrize("levels", [decode.LEVELS, prefill.LEVELS, spans.LEVELS], ids=["decode", "prefill", "pages"])
 def test_every_two_levels_meet(levels: Levels) -> None:
     met = {((a, case[a]), (b, case[b])) for case in covering(levels) for a in levels for b in levels}
     assert set(pairs(levels)) <= met

@@ -6,7 +6,7 @@ import torch
 
 from baton.modeling.device.cuda import CudaDevice
 from tests.support.kernels.covering import covering
-from tests.support.kernels.triton import copies, decode, prefill, refusals, steps
+from tests.support.kernels.triton import copies, decode, prefill, refusals, spans, steps
 from tests.support.kernels.triton.decode import DecodeCase
 from tests.support.kernels.triton.prefill import PrefillCase
 
@@ -23,6 +23,21 @@ def test_decode_attention(case: DecodeCase) -> None:
 @pytest.mark.parametrize("case", PREFILL_CASES, ids=str)
 def test_prefill_attention(case: PrefillCase) -> None:
     prefill.check_prefill(case, "cuda")
+
+
+@pytest.mark.parametrize("case", spans.cases(covering(spans.LEVELS)), ids=str)
+def test_prefill_attention_over_pages(case: DecodeCase) -> None:
+    spans.check_spans(case, "cuda")
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_span_depends_neither_on_others_nor_on_its_pages(
+    dtype: torch.dtype, head_dim: int, window: int | None
+) -> None:
+    case = DecodeCase(dtype, head_dim=head_dim, page_tokens=16, lengths="later chunks", window=window, tile_keys=None)
+    spans.check_alone(case, "cuda")
 
 
 @pytest.mark.parametrize("case", [each for each in DECODE_CASES if each.num_picks == 0], ids=str)

@@ -3,6 +3,7 @@ else launched kernel by kernel in Triton's interpreter, which has a process of i
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def check(interpreter: Run) -> Callable[..., None]:
     return lambda function, **options: interpreter(_in_interpreter, function, options)
 
 
-def _in_interpreter(function: Check, options: dict[str, bool]) -> None:
+def _in_interpreter(function: Check, options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     function(**options)
 
@@ -43,6 +44,11 @@ def test_choices_share_a_prompt(check: Check) -> None:
 
 def test_rows_are_preempted(check: Check) -> None:
     check(step_engines.check_preemption)
+
+
+@pytest.mark.parametrize("speculation", ["off", "ngram", "streaming"])
+def test_prompts_in_fragmented_pages(check: Check, speculation: str) -> None:
+    check(step_engines.check_fragmented_prompts, speculation=speculation)
 
 
 def test_rows_begin_with_shared_blocks(check: Check) -> None:

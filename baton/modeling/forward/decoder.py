@@ -128,8 +128,8 @@ class Step:
     """Pairs of a span (consecutive new tokens of one sequence) and the slice of its tokens among the tokens of the
     step. Spans whose attention the object in the field `rows` computes are not included."""
     rows: DecodeRows | TritonRows | None = None
-    """Object that computes the attention of all sequences with few new tokens, in one kernel call per layer. None if
-    the step has no such sequences."""
+    """Object that computes the attention of several sequences together: on a CPU of those with few new tokens, on a GPU
+    of those with KV in pages. None if the step has no such sequences."""
 
 
 class Decoder:
@@ -153,8 +153,7 @@ class Decoder:
         self._has_no_windows = all(window is None for window in config.windows)
         self._has_native_rows = kernel is None and has_native_rows(weights.device, self.dtype, config.head_dim)
         self.has_triton_rows = kernel is None and compiles_for(weights.device, self.dtype)
-        """True if Triton kernels compute the attention of some sequences of a step: those with few new tokens and with
-        KV in pages."""
+        """True if Triton kernels compute the attention of those sequences of a step whose KV is in pages."""
         default = triton_kernel if self.has_triton_rows else default_kernel(weights.device, self.dtype)
         self.kernel = on_device(kernel or default, self.device)
         self.fused = fuse(weights.layers, weights.positions, config) if self._has_native_rows else None
@@ -241,9 +240,10 @@ class Decoder:
         `turns`: callbacks before and after each layer. Callbacks that do not select keys leave the result bitwise
         unchanged.
 
-        `most_queries`: maximum length of the spans whose attention is computed together in one kernel call per layer,
-        which is fast for few tokens. In a model with sliding windows, only spans of one token are computed in this way.
-        Must be 1 if `turns` selects keys.
+        `most_queries`: on a CPU, maximum length of the spans whose attention is computed together in one kernel call
+        per layer, which is fast for few tokens. In a model with sliding windows, only spans of one token are computed
+        in this way. On a GPU with Triton, the attention of all spans in pages is computed together. Must be 1 if
+        `turns` selects keys.
 
         `picks`: the keys to which the tokens attend, if they are known before the step. All spans must then have one
         new token and be supported by the native kernel (`baton.modeling.forward.decode_rows`), and `turns` must not
@@ -290,30 +290,30 @@ class Decoder:
         self, spans: Sequence[SequenceSpan], most_queries: int
     ) -> tuple[Step, list[tuple[SequenceSpan, slice]]]:
         """Return the state of a forward pass, and the spans whose attention must be computed one by one. The attention
-        of all other spans is computed together. These spans have at most `most_queries` tokens, and a kernel supports
-        them."""
-        others, few = [], []
+        of all other spans is computed together."""
+        others, together = [], []
         for span, where in _slices(spans):
-            place = self._place(span) if len(span.tokens) <= most_queries else None
+            place = self._place(span, most_queries)
             if place is None:
                 others.append((span, where))
             else:
                 self._require(place)
-                few.append((where.start, place))
-        return Step(self._positions(spans), tuple(others), self._rows(few) if few else None), others
+                together.append((where.start, place))
+        return Step(self._positions(spans), tuple(others), self._rows(together) if together else None), others
 
-    def _place(self, span: SequenceSpan) -> KvPlace | None:
-        """Return the location of the span's keys, if a kernel that computes the attention of several spans together
-        supports this kind of location. Otherwise return None."""
-        if not self._has_native_rows and not self.has_triton_rows:
-            return None
-        place = span.place()
-        return place if self._has_native_rows or place is None or place.table is not None else None
+    def _place(self, span: SequenceSpan, most_queries: int) -> KvPlace | None:
+        """Return the location of the span's keys, if the attention of the span can be computed together with that of
+        other spans. Otherwise return None."""
+        if self.has_triton_rows:
+            place = span.place()
+            return None if place is None or place.table is None else place
+        return span.place() if self._has_native_rows and len(span.tokens) <= most_queries else None
 
     def _rows(self, spans: Sequence[tuple[int, KvPlace]]) -> DecodeRows | TritonRows:
+        config = self.config
         if self.has_triton_rows:
-            return TritonRows(spans, self.config.windows)
-        return DecodeRows(spans, self.layout.row_bytes, self.config.windows)
+            return TritonRows(spans, config.windows, config.num_heads // config.num_kv_heads)
+        return DecodeRows(spans, self.layout.row_bytes, config.windows)
 
     def _require(self, place: KvPlace) -> None:
         """Raise WrongMemoryError unless the sequence's KV is in the device's memory."""
@@ -337,12 +337,10 @@ class Decoder:
     ) -> Tensor:
         """Return the attention output of all tokens of a step, `[T, N, H]`. If `picks` is given, the tokens of `rows`
         attend only to the selected keys. `others` contains the spans that are not in `rows`."""
-        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         if rows is not None:
-            out_BNH = rows.attend(layer, q_TNH, self.config.num_kv_heads, picks)
-            if not others:
-                return out_BNH
-            out_TNH[rows.tokens_B] = out_BNH
+            out_TNH = rows.attend(layer, q_TNH, self.config.num_kv_heads, picks)
+        else:
+            out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         for span, where in others:
             attention = self.attention(layer, q_TNH[where], span.tokens.start)
             if isinstance(span, PassingSpan):

@@ -71,7 +71,8 @@ class TorchLinear:
         return _num_bytes(self.weight_NK, self.bias_N)
 
     def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
-        if residual_TN is not None and self.bias_N is None and not self.gated and residual_TN.is_cuda:
+        is_plain = residual_TN is not None and self.bias_N is None and not self.gated
+        if residual_TN is not None and is_plain and compiles_for(residual_TN.device, residual_TN.dtype):
             return residual_TN.addmm_(norm(x_TK), self.weight_NK.t())  # the product adds it, without a separate pass
         out_TN = F.linear(norm(x_TK), self.weight_NK, self.bias_N)
         if self.gated:

@@ -101,7 +101,7 @@ class Rotation:
         and sines are the same in every layer."""
         if not self.in_place:
             return apply_rotary(x_TNH, self)
-        turn = turn_heads if x_TNH.is_cuda else native.operators().turn_heads
+        turn = turn_heads if compiles_for(x_TNH.device, x_TNH.dtype) else native.operators().turn_heads
         turn(x_TNH, self.cos_T1H, self.sin_T1H)
         return x_TNH
 

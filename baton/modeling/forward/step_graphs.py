@@ -25,6 +25,7 @@ from baton.modeling.forward.drawing import DrawKind, Draws, RowDraw, choose_toke
 from baton.modeling.kernels.triton.append import append_kv
 from baton.modeling.kernels.triton.decode import SeenKeys, decode_attention
 from baton.modeling.kernels.triton.row_kernels import StepRows
+from baton.modeling.kernels.triton.tiles import alike
 from baton.modeling.kv.buffers import BlockTable
 
 _WARM_UPS = 2
@@ -62,11 +63,14 @@ class StepInputs(NamedTuple):
     temperature_B: Tensor
     lengths_B: Tensor
     """Number of tokens of each sequence, including the latest one, int32."""
+    slots_B: Tensor
+    """Index of the key of each sequence's latest token among the tokens of all pages, int32 (`append_kv`). -1:
+    padding."""
     starts_E: Tensor
     """Index of each sequence's new token among the tokens of the step, int32. The last entry is the total number of
     tokens."""
     table_BC: Tensor
-    """Block table of each sequence: the indices of its pages, int32."""
+    """Block table of each sequence: the indices of its pages, int32. A multiple of 16 entries."""
 
     @classmethod
     def over(cls, memory: Tensor, num_rows: int, row_pages: int) -> Self:
@@ -76,7 +80,7 @@ class StepInputs(NamedTuple):
         for dtype, shape in _fields(num_rows, row_pages):
             num_bytes = dtype.itemsize * math.prod(shape)
             views.append(memory[start : start + num_bytes].view(dtype).view(shape))
-            start += num_bytes
+            start += alike(num_bytes)
         return cls(*views)
 
     @property
@@ -88,7 +92,11 @@ class StepInputs(NamedTuple):
         """Write the inputs of a step for these sequences. Entries after the last sequence become padding. If `kind` is
         greedy, the drawing parameters are not written, because greedy steps do not read them."""
         num_rows = len(rows)
-        torch.stack([row.table.pages_C for row in rows], out=self.table_BC[:num_rows])
+        table_BC, page_tokens = torch.stack([row.table.pages_C for row in rows]), rows[0].table.page_tokens
+        self.table_BC[:num_rows, : table_BC.shape[1]] = table_BC
+        keys_B = torch.tensor([row.num_keys - 1 for row in rows])
+        pages_B = table_BC[torch.arange(num_rows), keys_B // page_tokens]
+        self.slots_B.fill_(-1)[:num_rows] = pages_B * page_tokens + keys_B % page_tokens
         columns: list[tuple[Tensor, Sequence[float]]] = [
             (self.token_ids_B, [row.token_id for row in rows]),
             (self.lengths_B, [row.num_keys for row in rows]),
@@ -101,18 +109,17 @@ class StepInputs(NamedTuple):
 
 
 def _fields(num_rows: int, row_pages: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """Return the dtype and shape of each field of StepInputs. Fields of 8-byte numbers come first, so that all fields
-    are aligned."""
+    """Return the dtype and shape of each field of StepInputs. Each field begins at a multiple of 16 bytes."""
     long, double, each = torch.int64, torch.float64, (num_rows,)
     eight = [(long, each), (long, each), (double, each), (double, each), (long, each)]
-    four = [(torch.float32, each), (torch.int32, each), (torch.int32, (num_rows + 1,))]
-    return [*eight, *four, (torch.int32, (num_rows, row_pages))]
+    four = [(torch.float32, each), (torch.int32, each), (torch.int32, each), (torch.int32, (num_rows + 1,))]
+    return [*eight, *four, (torch.int32, (num_rows, alike(row_pages)))]
 
 
 def input_bytes(num_rows: int, row_pages: int) -> int:
     """Return the number of bytes of the inputs of a step with `num_rows` sequences of at most `row_pages` pages
     each."""
-    return sum(dtype.itemsize * math.prod(shape) for dtype, shape in _fields(num_rows, row_pages))
+    return sum(alike(dtype.itemsize * math.prod(shape)) for dtype, shape in _fields(num_rows, row_pages))
 
 
 def step_bytes(decoder: Decoder, num_rows: int, row_pages: int) -> int:
@@ -151,6 +158,7 @@ class StepGraphs:
         self._there = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._written = StepInputs.over(self._home, most_rows, row_pages)
         self._inputs = StepInputs.over(self._there, most_rows, row_pages)
+        self._inputs.slots_B.fill_(-1)  # the steps before a capture write no keys
         self._chosen_B = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self._most_keys = row_pages * pages_LPS2GH.shape[2]
         self.sizes = sorted(set(sizes))
@@ -191,7 +199,7 @@ class StepGraphs:
         hidden_BD = decoder.enter(self._inputs.token_ids_B[: rows.num_rows], positions)
         for layer, pages_PS2GH in enumerate(self._pages_LPS2GH):
             q_BNH, k_BGH, v_BGH = decoder.heads(layer, hidden_BD, positions)
-            append_kv(k_BGH, v_BGH, pages_PS2GH, rows)
+            append_kv(k_BGH, v_BGH, pages_PS2GH, self._inputs.slots_B[: rows.num_rows])
             seen = SeenKeys(decoder.config.windows[layer])
             attended_BNH = decode_attention(q_BNH, pages_PS2GH, rows, seen)
             hidden_BD = decoder.complete(layer, hidden_BD, attended_BNH)

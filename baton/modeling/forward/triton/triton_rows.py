@@ -1,17 +1,18 @@
-"""Attention of the sequences of a generation step that have few new tokens, on a GPU. Same interface as
-`baton.modeling.forward.decode_rows.DecodeRows`, but with Triton kernels.
+"""Attention of the sequences of a generation step on a GPU, with Triton kernels. Same interface as
+`baton.modeling.forward.decode_rows.DecodeRows`, for sequences with any number of new tokens.
 
-Keys are in pages. Each layer needs one kernel launch to append all new keys and values, and one or two launches for the
-attention, regardless of the number of sequences. The host reads no results.
+Keys are in pages. Each layer needs one kernel launch to append all new keys and values, one or two launches for the
+attention of sequences with few new tokens, and one launch for the attention of all other sequences. The number of
+launches depends neither on the number of sequences nor on the order of their pages. The host reads no results.
 
-Shape letters: B new tokens of these sequences, T tokens of the step, N heads, G kv heads, H head dim, at most C pages
-of a sequence.
+Shape letters: B sequences, T tokens of the step, N heads, G kv heads, C pages of a sequence.
 """
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,50 +20,48 @@ from baton.modeling.forward.selection import Picks
 from baton.modeling.kernels.triton.append import append_kv
 from baton.modeling.kernels.triton.decode import SeenKeys, decode_attention
 from baton.modeling.kernels.triton.row_kernels import StepRows
-from baton.modeling.kernels.triton.tiles import LEAST_SPLIT_KEYS, power_of_two
+from baton.modeling.kernels.triton.spans import SpanRows, divide, span_attention, tiles_for
+from baton.modeling.kernels.triton.tiles import MOST_QUERIES, alike, power_of_two
 from baton.modeling.kv.buffers import KvPlace
-
-_ALIKE = 16
-"""Strides of block tables are rounded up to a multiple of this number. Triton compiles one kernel for all strides that
-are multiples of 16, and further kernels for other strides."""
 
 
 class TritonRows:
-    """Attention of those spans of a step whose KV is in pages and that have few new tokens. A span is a run of
-    consecutive new tokens of one sequence. The pages are in one pool, or in two pools that hold different layers."""
+    """Attention of those spans of a step whose KV is in pages. A span is a run of consecutive new tokens of one
+    sequence. The pages are in one pool, or in two pools that hold different layers."""
 
-    def __init__(self, spans: Sequence[tuple[int, KvPlace]], windows: Sequence[int | None]) -> None:
+    def __init__(self, spans: Sequence[tuple[int, KvPlace]], windows: Sequence[int | None], group: int) -> None:
         """Collect the kernel arguments of the spans (consecutive new tokens of one sequence). `spans`: for each span,
         the index of its first token among the tokens of the step, and the location of its keys. `windows`: sliding
-        window of each layer in tokens, or None."""
-        places = [place for _, place in spans]
-        self._pools = [_Pool(places)]
-        others = [place.others for place in places if place.others is not None]
+        window of each layer in tokens, or None. `group`: number of query heads that share a kv head."""
+        self._pools = [_Pool(spans, group)]
+        others = [(first, place.others) for first, place in spans if place.others is not None]
         if others:
-            assert len(others) == len(places), "all rows have memory for the same layers"
-            self._pools.append(_Pool(others))
-        tokens = [first + index for first, place in spans for index in range(place.num_new)]
-        self.tokens_B = torch.tensor(tokens, device=self._pools[0].data_LPS2GH.device)
-        self._in_order = tokens == list(range(len(tokens)))
+            assert len(others) == len(spans), "all rows have memory for the same layers"
+            self._pools.append(_Pool(others, group))
         self._windows = windows
 
     def append(self, layer: int, k_TGH: Tensor, v_TGH: Tensor) -> None:
         """Write the keys and values of the new tokens of all spans to the pages of their sequences. `k_TGH` and `v_TGH`
         contain the keys and values of all tokens of the step."""
         pool, pages_PS2GH = self._of_layer(layer)
-        append_kv(self._of_rows(k_TGH), self._of_rows(v_TGH), pages_PS2GH, pool.new_rows)
+        append_kv(k_TGH, v_TGH, pages_PS2GH, pool.slots_U)
 
     def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, picks: Picks | None = None) -> Tensor:
-        """Return the attention output of the new tokens of all spans, `[B, N, H]`, in the dtype of the queries. `q_TNH`
-        contains the queries of all tokens of the step. If `picks` is given, each sequence attends to exactly the
-        selected keys, and the layer's sliding window is not applied."""
+        """Return the attention output of all tokens of the step, `[T, N, H]`, in the dtype of the queries. For tokens
+        of other spans, nothing is written. `q_TNH` contains the queries of all tokens of the step. If `picks` is given,
+        each sequence with few new tokens attends to exactly the selected keys, and the layer's sliding window is not
+        applied to it."""
         pool, pages_PS2GH = self._of_layer(layer)
-        if picks is None:
-            seen = SeenKeys(window=self._windows[layer], unseen_B2=pool.unseen_B2)
-        else:
-            seen = SeenKeys(picks=(picks.keys_BGK, picks.num_BG))
         assert pages_PS2GH.shape[3] == num_kv_heads, f"pages of {pages_PS2GH.shape[3]} kv heads, not {num_kv_heads}"
-        return decode_attention(self._of_rows(q_TNH), pages_PS2GH, pool.rows, seen)
+        o_TNH, window = q_TNH.new_empty(q_TNH.shape), self._windows[layer]
+        if pool.few is not None:
+            seen = SeenKeys(window=window, unseen_B2=pool.unseen_B2)
+            if picks is not None:
+                seen = SeenKeys(picks=(picks.keys_BGK, picks.num_BG))
+            decode_attention(q_TNH, pages_PS2GH, pool.few, seen, o_TNH=o_TNH)
+        if pool.many is not None:
+            span_attention(q_TNH, pages_PS2GH, pool.many, window=window, o_TNH=o_TNH)
+        return o_TNH
 
     def _of_layer(self, layer: int) -> tuple["_Pool", Tensor]:
         """Return the pool that contains a layer, and the pages of the layer, `[P, S, 2, G, H]`."""
@@ -71,76 +70,87 @@ class TritonRows:
             return first, first.data_LPS2GH[layer]
         return last, last.data_LPS2GH[(layer - len(first.data_LPS2GH)) % len(last.data_LPS2GH)]
 
-    def _of_rows(self, x_TNH: Tensor) -> Tensor:
-        is_all = self._in_order and len(x_TNH) == len(self.tokens_B)
-        return x_TNH if is_all else x_TNH[self.tokens_B]
-
 
 class _Pool:
     """Kernel arguments that describe the KV of the spans (consecutive new tokens of one sequence) in one pool of
-    pages."""
+    pages. They are copied to the device together."""
 
-    def __init__(self, places: Sequence[KvPlace]) -> None:
-        tables = [place.table for place in places if place.table is not None]
-        assert len(tables) == len(places), "rows of Triton's kernels have pages"
+    def __init__(self, spans: Sequence[tuple[int, KvPlace]], group: int) -> None:
+        tables = [place.table for _, place in spans if place.table is not None]
+        assert len(tables) == len(spans), "rows of Triton's kernels have pages"
         self.data_LPS2GH = tables[0].data_LPS2GH
-        device, most_keys = self.data_LPS2GH.device, max(place.num_keys for place in places)
-        num_pages = -(-most_keys // tables[0].page_tokens)
-        table_BC = torch.zeros(len(tables), _alike(num_pages), dtype=torch.int32)
+        page_tokens = tables[0].page_tokens
+        capacity = page_tokens * max(len(table.pages_C) for table in tables)
+        num_pages = -(-max(place.num_keys for _, place in spans) // page_tokens)
+        table_BC = np.zeros((len(tables), alike(num_pages)), np.int32)
         for row, table in enumerate(tables):
             pages_C = table.pages_C[:num_pages]
             table_BC[row, : len(pages_C)] = pages_C
-        starts = itertools.accumulate((place.num_new for place in places), initial=0)
-        self.rows = StepRows(
-            table_BC=table_BC.to(device),
-            lengths_B=torch.tensor([place.num_keys for place in places], dtype=torch.int32, device=device),
-            starts_E=torch.tensor(list(starts), dtype=torch.int32, device=device),
-            most_queries=power_of_two(max(place.num_new for place in places)),
-            most_keys=most_keys,
-        )
-        """Kernel argument for attention: block table and total number of keys of each sequence."""
-        self.new_rows = self.rows
-        """Kernel argument for writing the keys and values of new tokens. The kernel writes to the end of a sequence's
-        keys. In some sequences, the new token's key must be stored at another index (`KvPlace.own`). For these
-        sequences, this argument counts only the keys up to that index, inclusive. Without such sequences, it is the
-        same object as `rows`."""
-        if any(place.own is not None for place in places):
-            ends = [place.num_keys if place.own is None else place.own + 1 for place in places]
-            self.new_rows = replace(self.rows, lengths_B=torch.tensor(ends, dtype=torch.int32, device=device))
-        self.unseen_B2: Tensor | None = None
-        if any(place.unseen is not None for place in places):
-            unseen = [(0, 0) if place.unseen is None else (place.unseen.start, place.unseen.end) for place in places]
-            self.unseen_B2 = torch.tensor(unseen, dtype=torch.int32, device=device)
+        few = [row for row, (_, place) in enumerate(spans) if place.num_new <= MOST_QUERIES]
+        many = [row for row, (_, place) in enumerate(spans) if place.num_new > MOST_QUERIES]
+        parts = [_slots(spans, table_BC, page_tokens)]
+        for rows in (few, many):
+            parts += [table_BC[rows].reshape(-1), *_numbers([spans[row] for row in rows])]
+        few_places, many_places = ([spans[row][1] for row in rows] for rows in (few, many))
+        has_unseen = any(place.unseen is not None for place in few_places)
+        assert all(place.unseen is None for place in many_places), "long spans attend to all earlier keys"
+        unseen = [(0, 0) if each.unseen is None else (each.unseen.start, each.unseen.end) for each in few_places]
+        parts.append(np.array(unseen if has_unseen else [], np.int32).reshape(-1))
+        tiles = tiles_for(self.data_LPS2GH[0])
+        new, keys = ([getattr(each, name) for each in many_places] for name in ("num_new", "num_keys"))
+        parts.append(divide(new, keys, group, tiles.rows).reshape(-1) if many else np.zeros(0, np.int32))
+        self.slots_U, *sent, unseen_X, blocks_X = _sent(parts, self.data_LPS2GH.device)
+        """For each token of the step, the index of its key among the tokens of all pages (`append_kv`)."""
+        self.few = _rows(sent[:4], few_places, capacity) if few else None
+        """Kernel argument for decode attention: the spans with at most MOST_QUERIES new tokens."""
+        self.many = SpanRows(_rows(sent[4:], many_places, capacity), blocks_X.view(-1, 2), tiles) if many else None
+        """Kernel argument for prefill attention: all other spans."""
+        self.unseen_B2 = unseen_X.view(-1, 2) if has_unseen else None
+        """Ranges of keys to which the spans in `few` do not attend."""
 
 
-def _alike(num_pages: int) -> int:
-    """Return the smallest multiple of _ALIKE that is at least `num_pages`. It is used as the stride of a
-    block table."""
-    return -(-num_pages // _ALIKE) * _ALIKE
+def _slots(
+    spans: Sequence[tuple[int, KvPlace]], table_BC: npt.NDArray[np.int32], page_tokens: int
+) -> npt.NDArray[np.int32]:
+    """Return the index of each token's key among the tokens of all pages, by the token's index in the step. -1: the
+    token belongs to none of these spans."""
+    first_B, new_B = np.array([(first, place.num_new) for first, place in spans]).T
+    end_B = np.array([place.num_keys if place.own is None else place.own + 1 for _, place in spans])
+    rows_U = np.repeat(np.arange(len(spans)), new_B)
+    nth_U = np.arange(len(rows_U)) - np.repeat(np.cumsum(new_B) - new_B, new_B)
+    keys_U = nth_U + (end_B - new_B)[rows_U]
+    slots_U = np.full(int((first_B + new_B).max()), -1, np.int32)
+    slots_U[first_B[rows_U] + nth_U] = table_BC[rows_U, keys_U // page_tokens] * page_tokens + keys_U % page_tokens
+    return slots_U
 
 
-def compile_rows(
-    pages_LPS2GH: Tensor, num_heads: int, windows: Sequence[int | None], most_queries: Sequence[int]
-) -> None:
-    """Compile the kernels for steps that are not captured in a CUDA graph. These are steps that also prefill, and steps
-    that verify up to `most_queries` tokens per sequence.
+def _numbers(spans: Sequence[tuple[int, KvPlace]]) -> list[npt.NDArray[np.int32]]:
+    """Return the numbers of keys of spans, the numbers of new tokens before each span, and the indices of the spans'
+    first tokens in the step."""
+    starts = itertools.accumulate((place.num_new for _, place in spans), initial=0)
+    numbers: list[Iterable[int]] = [[place.num_keys for _, place in spans], starts, [first for first, _ in spans]]
+    return [np.array(list(each), np.int32) for each in numbers]
 
-    Takes about a second per kernel, the first time on a machine. Nothing is written to the pages, because the kernels
-    run on one sequence without tokens.
-    """
-    pages_PS2GH, device = pages_LPS2GH[0], pages_LPS2GH.device
-    page_tokens, _, num_kv_heads, head_dim = pages_PS2GH.shape[1:]
-    q_TNH = pages_PS2GH.new_zeros(1, num_heads, head_dim)
-    k_TGH = pages_PS2GH.new_zeros(1, num_kv_heads, head_dim)
-    for num_queries, most_keys in itertools.product(most_queries, (1, LEAST_SPLIT_KEYS + 1)):
-        rows = StepRows(
-            table_BC=torch.zeros(1, _alike(-(-most_keys // page_tokens)), dtype=torch.int32, device=device),
-            lengths_B=torch.zeros(1, dtype=torch.int32, device=device),
-            starts_E=torch.zeros(2, dtype=torch.int32, device=device),
-            most_queries=num_queries,
-            most_keys=most_keys,
-        )
-        append_kv(k_TGH, k_TGH, pages_PS2GH, rows)
-        unseen = [None, torch.zeros(1, 2, dtype=torch.int32, device=device)]
-        for window, unseen_B2 in itertools.product(dict.fromkeys(windows), unseen):
-            decode_attention(q_TNH, pages_PS2GH, rows, SeenKeys(window=window, unseen_B2=unseen_B2))
+
+def _rows(sent: Sequence[Tensor], places: Sequence[KvPlace], capacity: int) -> StepRows:
+    table_X, lengths_B, starts_E, firsts_B = sent
+    return StepRows(
+        table_BC=table_X.view(len(places), -1),
+        lengths_B=lengths_B,
+        starts_E=starts_E,
+        most_queries=power_of_two(max(place.num_new for place in places)),
+        most_keys=max(place.num_keys for place in places),
+        firsts_B=firsts_B,
+        capacity_keys=capacity,
+        num_tokens=sum(place.num_new for place in places),
+    )
+
+
+def _sent(parts: Sequence[npt.NDArray[np.int32]], device: torch.device) -> list[Tensor]:
+    """Copy arrays to the device, in one copy. Each result begins at a multiple of 64 bytes."""
+    starts = list(itertools.accumulate((alike(len(part)) for part in parts), initial=0))
+    whole_X = np.zeros(starts[-1], np.int32)
+    for start, part in zip(starts, parts, strict=False):
+        whole_X[start : start + len(part)] = part
+    there_X = torch.from_numpy(whole_X).to(device)
+    return [there_X[start : start + len(part)] for start, part in zip(starts, parts, strict=False)]

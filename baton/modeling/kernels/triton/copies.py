@@ -9,7 +9,7 @@ Shape letters: B sequences, G kv heads, at most K pairs.
 import torch
 from torch import Tensor
 
-from baton.modeling.kernels.triton.launch import check, on, require_triton
+from baton.modeling.kernels.triton.launch import check, launch, require_triton
 from baton.modeling.kernels.triton.tiles import power_of_two
 
 _TILE_WORDS = 4096
@@ -41,9 +41,8 @@ def copy_heads(from_B: Tensor, to_B: Tensor, pairs_BGK2: Tensor, num_BG: Tensor,
     head_pad = power_of_two(head_words)
     tile_pairs = max(_TILE_WORDS // head_pad, 1)
     shape = kernels.HeadShape(num_kv_heads, head_words, head_pad, tile_pairs, word_bytes)
-    with on(pairs_BGK2.device, kernels.copy_pairs):
-        grid = (num_rows * num_kv_heads, -(-most_pairs // tile_pairs))
-        kernels.copy_pairs[grid](from_B, to_B, kernels.Pairs(pairs_BGK2, num_BG, most_pairs), shape)
+    grid, lists = (num_rows * num_kv_heads, -(-most_pairs // tile_pairs)), kernels.Pairs(pairs_BGK2, num_BG)
+    launch(pairs_BGK2.device, kernels.copy_pairs, grid, from_B, to_B, lists, most_pairs, shape)
 
 
 def copy_rows(from_B: Tensor, to_B: Tensor, num_bytes: int) -> None:
@@ -59,9 +58,8 @@ def copy_rows(from_B: Tensor, to_B: Tensor, num_bytes: int) -> None:
     word_bytes = _word_bytes(num_bytes)
     num_words = num_bytes // word_bytes
     tile_words = min(power_of_two(num_words), _TILE_WORDS)
-    with on(from_B.device, kernels.copy_words):
-        grid = (len(from_B), -(-num_words // tile_words))
-        kernels.copy_words[grid](from_B, to_B, num_words, tile_words, word_bytes)
+    grid = (len(from_B), -(-num_words // tile_words))
+    launch(from_B.device, kernels.copy_words, grid, from_B, to_B, num_words, tile_words, word_bytes)
 
 
 def _word_bytes(num_bytes: int) -> int:

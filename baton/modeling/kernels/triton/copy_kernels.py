@@ -23,11 +23,10 @@ class HeadShape:
 
 class Pairs(NamedTuple):
     """Kernel argument: for each sequence and kv head, a list of pairs (index of a key at the source, its index at the
-    target). The fields are the address of all lists, the address of their lengths, and the maximum length of a list."""
+    target). The fields are the address of all lists, and the address of their lengths."""
 
     pairs: Any
     num: Any
-    most: int
 
 
 @triton.jit
@@ -37,9 +36,10 @@ def pointed(addresses: tl.tensor, row: tl.tensor, word_bytes: tl.constexpr) -> t
     return tl.load(addresses + row).to(tl.pointer_type(word))
 
 
-@triton.jit
-def copy_pairs(source: tl.tensor, target: tl.tensor, lists: Pairs, shape: tl.constexpr) -> None:
-    """Kernel that copies one tile of keys and values of one sequence and kv head. Grid: (B * G, tiles of pairs)."""
+@triton.jit(do_not_specialize=["most"])
+def copy_pairs(source: tl.tensor, target: tl.tensor, lists: Pairs, most: int, shape: tl.constexpr) -> None:
+    """Kernel that copies one tile of keys and values of one sequence and kv head. `most` is the maximum length of a
+    list. Grid: (B * G, tiles of pairs)."""
     list_at = tl.program_id(0).to(tl.int64)
     kv_head = list_at % shape.num_kv_heads
     first = tl.program_id(1) * shape.tile_pairs
@@ -48,7 +48,7 @@ def copy_pairs(source: tl.tensor, target: tl.tensor, lists: Pairs, shape: tl.con
         return
     pair_K = first + tl.arange(0, shape.tile_pairs)
     is_pair_K = pair_K < num_pairs
-    pair_at_K = lists.pairs + (list_at * lists.most + pair_K) * 2
+    pair_at_K = lists.pairs + (list_at * most + pair_K) * 2
     key_K = tl.load(pair_at_K, mask=is_pair_K, other=0).to(tl.int64)
     place_K = tl.load(pair_at_K + 1, mask=is_pair_K, other=0).to(tl.int64)
     word_W = tl.arange(0, shape.head_pad)

@@ -11,16 +11,16 @@ keys, X splits.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from baton.modeling.kernels.triton.heads import Heads
-from baton.modeling.kernels.triton.launch import check, on, require_triton, widens
+from baton.modeling.kernels.triton.heads import Heads, Inputs, Pages
+from baton.modeling.kernels.triton.launch import check, launch, require_triton, widens
 from baton.modeling.kernels.triton.row_kernels import StepRows
-from baton.modeling.kernels.triton.tiles import DecodeTiles, decode_tiles, padded
+from baton.modeling.kernels.triton.tiles import MOST_QUERIES, DecodeTiles, decode_tiles, padded
 
 if TYPE_CHECKING:
     from baton.modeling.kernels.triton.decode_kernels import DecodeShape
@@ -67,14 +67,14 @@ ALL_KEYS = SeenKeys()
 """Default SeenKeys: every new token attends to all keys up to its own."""
 
 
-def most_listed(rows: StepRows, seen: SeenKeys = ALL_KEYS) -> int:
-    """Return an upper bound on the number of keys to which a kv head of a sequence attends. The bound depends only on
-    values that the host knows."""
+def most_listed(most_keys: int, most_queries: int, seen: SeenKeys = ALL_KEYS) -> int:
+    """Return an upper bound on the number of keys to which a kv head of a sequence attends. The sequence has at most
+    `most_keys` keys and `most_queries` new tokens."""
     if seen.picks is not None:
         return seen.picks[0].shape[2]
     if seen.window is not None:
-        return min(rows.most_keys, seen.window + rows.most_queries - 1)
-    return rows.most_keys
+        return min(most_keys, seen.window + most_queries - 1)
+    return most_keys
 
 
 def decode_attention(
@@ -83,6 +83,7 @@ def decode_attention(
     rows: StepRows,
     seen: SeenKeys = ALL_KEYS,
     *,
+    o_TNH: Tensor | None = None,
     tiles: DecodeTiles | None = None,
 ) -> Tensor:
     """Return the attention output `[T, N, H]` of the sequences' new tokens, in the dtype of the queries. Does not wait
@@ -91,77 +92,79 @@ def decode_attention(
     Scores are scaled by 1 / sqrt(H). Softmax and sums are computed in fp32. The result is zero for a token that attends
     to no key. For tokens that belong to no sequence, nothing is written.
 
-    `tiles`: block sizes for tests and benchmarks. None: the block sizes of `baton.modeling.kernels.triton.tiles`.
-    Raises RuntimeError for tensors that do not fit together, and ConfigError if Triton is not installed.
+    `o_TNH`: contiguous memory for the output. None: new memory. `tiles`: block sizes for tests and benchmarks. None:
+    the block sizes of `baton.modeling.kernels.triton.tiles`. Raises RuntimeError for tensors that do not fit together,
+    and ConfigError if Triton is not installed.
     """
     require_triton()
     from baton.modeling.kernels.triton import decode_kernels as kernels
 
-    _check(q_TNH, pages_PS2GH, rows, seen)
-    num_tokens, num_heads, head_dim = q_TNH.shape
-    o_TNH = q_TNH.new_empty(q_TNH.shape)
-    if not num_tokens or not rows.num_rows:
+    rows.check(q_TNH, pages_PS2GH)
+    seen.check(rows.num_rows, pages_PS2GH.shape[3], q_TNH.device)
+    num_heads, head_dim = q_TNH.shape[1:]
+    o_TNH = output_for(q_TNH, o_TNH)
+    if not len(q_TNH) or not rows.num_rows:
         return o_TNH
-    num_pairs = rows.most_queries * num_heads // pages_PS2GH.shape[3]
-    most_keys = most_listed(rows, seen)
-    tiles = tiles or decode_tiles(head_dim, q_TNH.dtype, num_pairs, most_keys)
-    check(tiles.num_splits * tiles.split_keys >= most_keys, f"splits must cover {most_keys} keys")
-    part_o_TNXH = q_TNH.new_empty((num_tokens, num_heads, tiles.num_splits, head_dim), dtype=torch.float32)
+    group, most_now = num_heads // pages_PS2GH.shape[3], most_listed(rows.most_keys, rows.most_queries, seen)
+    most_keys = max(most_now, most_listed(rows.capacity, MOST_QUERIES, replace(seen, picks=None)))
+    tiles = tiles or decode_tiles(head_dim, q_TNH.dtype, group, most_keys)
+    num_splits = -(-most_now // tiles.split_keys)
+    num_tokens = min(rows.num_tokens or rows.num_rows * rows.most_queries, len(q_TNH))
+    part_o_TNXH = q_TNH.new_empty((num_tokens, num_heads, num_splits, head_dim), dtype=torch.float32)
     part_lse_TNX = part_o_TNXH.new_empty(part_o_TNXH.shape[:3])
-    q = Heads(q_TNH, q_TNH.stride(0), q_TNH.stride(1))
-    pages = kernels.Pages(pages_PS2GH, pages_PS2GH.stride(0))
+    inputs = Inputs(Heads(q_TNH, q_TNH.stride(0), q_TNH.stride(1)), Pages(pages_PS2GH, pages_PS2GH.stride(0)))
     picks_BGK, num_picks_BG = seen.picks or (None, None)
     where = kernels.Rows(
         table=rows.table_BC,
         table_stride=rows.table_BC.stride(0),
         lengths=rows.lengths_B,
         starts=rows.starts_E,
+        firsts=rows.starts_E if rows.firsts_B is None else rows.firsts_B,
         picks=picks_BGK,
         num_picks=num_picks_BG,
-        most_picks=0 if picks_BGK is None else picks_BGK.shape[2],
         unseen=seen.unseen_B2,
     )
+    most_picks = 0 if picks_BGK is None else picks_BGK.shape[2]
     results = kernels.Results(o_TNH, part_o_TNXH, part_lse_TNX)
-    shape = _shape(q_TNH, pages_PS2GH, rows, seen, tiles)
-    with on(q_TNH.device, kernels.attend_split):
-        grid: tuple[int, ...] = (rows.num_rows * shape.num_tiles, shape.num_kv_heads, tiles.num_splits)
-        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-        kernels.attend_split[grid](q, pages, where, results, shape, **options)
-        if shape.is_split:
-            grid = (rows.num_rows * rows.most_queries, num_heads)
-            kernels.merge_splits[grid](where, results, tiles.num_splits, shape, num_warps=1)
+    shape = _shape(q_TNH, pages_PS2GH, seen, tiles, is_split=most_keys > tiles.split_keys)
+    num_tiles, options = -(-rows.most_queries * group // tiles.rows), {"num_warps": tiles.num_warps}
+    grid = (rows.num_rows, shape.num_kv_heads * num_tiles, num_splits)
+    options["num_stages"] = tiles.num_stages
+    launch(q_TNH.device, kernels.attend_split, grid, inputs, where, results, most_picks, shape, **options)
+    if shape.is_split:
+        grid, sizes = (rows.num_rows, num_heads, rows.most_queries), (most_picks, num_splits)
+        launch(q_TNH.device, kernels.merge_splits, grid, where, results, *sizes, shape, num_warps=1)
     return o_TNH
 
 
-def _shape(q_TNH: Tensor, pages_PS2GH: Tensor, rows: StepRows, seen: SeenKeys, tiles: DecodeTiles) -> "DecodeShape":
+def output_for(q_TNH: Tensor, o_TNH: Tensor | None) -> Tensor:
+    """Return `o_TNH`, memory for the attention output of the queries. None: allocate it. Raises RuntimeError if it does
+    not fit the queries."""
+    if o_TNH is None:
+        return q_TNH.new_empty(q_TNH.shape)
+    fits = o_TNH.shape == q_TNH.shape and o_TNH.dtype == q_TNH.dtype and o_TNH.device == q_TNH.device
+    check(fits and o_TNH.is_contiguous(), f"the output must be {list(q_TNH.shape)}, contiguous, like the queries")
+    return o_TNH
+
+
+def _shape(q_TNH: Tensor, pages_PS2GH: Tensor, seen: SeenKeys, tiles: DecodeTiles, *, is_split: bool) -> "DecodeShape":
     from baton.modeling.kernels.triton import decode_kernels as kernels
 
     page_tokens, _, num_kv_heads, head_dim = pages_PS2GH.shape[1:]
-    group = q_TNH.shape[1] // num_kv_heads
     return kernels.DecodeShape(
         num_kv_heads=num_kv_heads,
-        group=group,
+        group=q_TNH.shape[1] // num_kv_heads,
         head_dim=head_dim,
         head_pad=padded(head_dim),
         page_tokens=page_tokens,
         window=seen.window or 0,
         has_picks=seen.picks is not None,
         has_unseen=seen.unseen_B2 is not None,
-        most_queries=rows.most_queries,
-        num_tiles=-(-rows.most_queries * group // tiles.rows),
         tile_rows=tiles.rows,
         tile_keys=tiles.keys,
         split_keys=tiles.split_keys,
-        is_split=tiles.num_splits > 1,
+        is_split=is_split,
         in_one_page=seen.lists_all and page_tokens % tiles.keys == 0,
         scale=math.log2(math.e) / math.sqrt(head_dim),
         widen=widens(kernels.attend_split, q_TNH.dtype),
     )
-
-
-def _check(q_TNH: Tensor, pages_PS2GH: Tensor, rows: StepRows, seen: SeenKeys) -> None:
-    rows.check_pages(pages_PS2GH)
-    rows.check_tokens(q_TNH, pages_PS2GH)
-    num_heads, num_kv_heads = q_TNH.shape[1], pages_PS2GH.shape[3]
-    check(num_heads > 0 and num_heads % num_kv_heads == 0, f"{num_heads} heads do not share {num_kv_heads} kv heads")
-    seen.check(rows.num_rows, num_kv_heads, q_TNH.device)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from baton.modeling.kernels.triton.heads import Heads
+from baton.modeling.kernels.triton.heads import Inputs, Pages
 from baton.modeling.kernels.triton.softmax import begun, ended, product, weighed
 
 MERGED = tl.constexpr(8)
@@ -40,11 +40,8 @@ class DecodeShape:
     """Sliding window: number of latest keys to which a query attends, including its own key. 0: all keys."""
     has_picks: bool
     has_unseen: bool
-    most_queries: int
-    num_tiles: int
-    """Number of tiles of each sequence and kv head. A tile contains pairs of a query and a head, which one program
-    computes."""
     tile_rows: int
+    """Number of pairs of a query and a head that one program computes."""
     tile_keys: int
     split_keys: int
     is_split: bool
@@ -58,13 +55,6 @@ class DecodeShape:
     """True if operands of matrix products are converted to fp32. Triton's interpreter needs this for bf16."""
 
 
-class Pages(NamedTuple):
-    """Kernel argument: address of the pages of keys and values, and stride of a page in elements."""
-
-    data: Any
-    page_stride: int
-
-
 class Rows(NamedTuple):
     """Kernel argument: addresses of the tensors of `StepRows`, of the lists of selected keys, and of the ranges of
     excluded keys."""
@@ -73,15 +63,16 @@ class Rows(NamedTuple):
     table_stride: int
     lengths: Any
     starts: Any
+    firsts: Any
     picks: Any
     num_picks: Any
-    most_picks: int
     unseen: Any
 
 
 class Results(NamedTuple):
-    """Kernel argument: address of the final results `[T, N, H]`, and addresses of the results `[T, N, X, H]` and
-    log-sum-exps `[T, N, X]` of the splits (parts of a list of keys)."""
+    """Kernel argument: address of the final results `[T, N, H]`, and addresses of the results `[U, N, X, H]` and
+    log-sum-exps `[U, N, X]` of the splits (parts of a list of keys). U is the number of new tokens of the sequences,
+    and T the number of tokens of the step."""
 
     o: Any
     part_o: Any
@@ -89,10 +80,10 @@ class Results(NamedTuple):
 
 
 @triton.jit
-def listed(rows: Rows, row: tl.tensor, kv_head: tl.tensor, shape: tl.constexpr) -> tl.tuple:
-    """Describe the list of keys to which a sequence attends in one kv head. Return five numbers: the length of the
-    list, the number of keys of the sequence, the index of the first key to which some query may attend, the index of
-    the first excluded key, and the number of excluded keys. Keys are indexed within their sequence."""
+def listed(rows: Rows, row: tl.tensor, kv_head: tl.tensor, most_picks: tl.tensor, shape: tl.constexpr) -> tl.tuple:
+    """Describe the list of keys to which a sequence attends in one kv head. Return the length of the list, and a tuple
+    of four numbers: the number of keys of the sequence, the index of the first key to which some query may attend, the
+    index of the first excluded key, and the number of excluded keys. Keys are indexed within their sequence."""
     length = tl.load(rows.lengths + row)
     first = 0
     if shape.window > 0:
@@ -105,8 +96,8 @@ def listed(rows: Rows, row: tl.tensor, kv_head: tl.tensor, shape: tl.constexpr) 
         num_left_out = tl.minimum(tl.maximum(tl.load(rows.unseen + row * 2 + 1), gap), length) - gap
     num = length - first - num_left_out
     if shape.has_picks:
-        num = tl.minimum(tl.load(rows.num_picks + row * shape.num_kv_heads + kv_head), rows.most_picks)
-    return num, length, first, gap, num_left_out
+        num = tl.minimum(tl.load(rows.num_picks + row * shape.num_kv_heads + kv_head), most_picks)
+    return num, (length, first, gap, num_left_out)
 
 
 @triton.jit
@@ -146,27 +137,27 @@ def placed_tile(pages: Pages, table: tl.tensor, place: tl.tensor, shape: tl.cons
     return page * pages.page_stride + token_S * (2 * shape.num_kv_heads * shape.head_dim)
 
 
-@triton.jit
-def attend_split(q: Heads, pages: Pages, rows: Rows, results: Results, shape: tl.constexpr) -> None:
+@triton.jit(do_not_specialize=["most_picks"])
+def attend_split(inputs: Inputs, rows: Rows, results: Results, most_picks: int, shape: tl.constexpr) -> None:
     """Kernel that computes the attention of one tile to one split. A tile contains pairs of a query and a head, for one
-    sequence and kv head. A split is a part of the list of keys of this sequence and kv head. Grid: (B * `num_tiles`, G,
-    number of splits)."""
-    row = tl.program_id(0) // shape.num_tiles
-    kv_head = tl.program_id(1)
+    sequence and kv head. A split is a part of the list of keys of this sequence and kv head. `most_picks` is the
+    maximum number of selected keys of a kv head. Grid: (B, G * tiles of a kv head, number of splits)."""
+    q, pages = inputs
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1) % shape.num_kv_heads
     split = tl.program_id(2)
     start = tl.load(rows.starts + row)
     num_queries = tl.load(rows.starts + row + 1) - start
-    num, length, first, gap, num_left_out = listed(rows, row, kv_head, shape)
+    num, span = listed(rows, row, kv_head, most_picks, shape)
     begin = split * shape.split_keys
-    first_index = (tl.program_id(0) % shape.num_tiles) * shape.tile_rows
+    first_index = (tl.program_id(1) // shape.num_kv_heads) * shape.tile_rows
     if (first_index >= num_queries * shape.group) | ((split > 0) & (begin >= num)):
         return
-
     index_M = first_index + tl.arange(0, shape.tile_rows)
-    is_pair_M = index_M < num_queries * shape.group
-    token_M = (start + index_M // shape.group).to(tl.int64)
+    is_pair_M, query_M = index_M < num_queries * shape.group, index_M // shape.group
+    token_M = (tl.load(rows.firsts + row) + query_M).to(tl.int64)
     head_M = kv_head * shape.group + index_M % shape.group
-    position_M = length - num_queries + index_M // shape.group
+    position_M = span[0] - num_queries + query_M
     dim_H = tl.arange(0, shape.head_pad)
     is_dim_H = dim_H < shape.head_dim
     is_o_MH = is_pair_M[:, None] & is_dim_H[None, :]
@@ -175,15 +166,14 @@ def attend_split(q: Heads, pages: Pages, rows: Rows, results: Results, shape: tl
 
     largest_M, total_M, sum_MH = begun(shape.tile_rows, shape.head_pad)
     end = tl.minimum(num, begin + shape.split_keys)
-    list_at = (row * shape.num_kv_heads + kv_head).to(tl.int64) * rows.most_picks
+    list_at = (row * shape.num_kv_heads + kv_head).to(tl.int64) * most_picks
+    table = rows.table + row * rows.table_stride
     for place in range(begin, end, shape.tile_keys):
         place_S = place + tl.arange(0, shape.tile_keys)
-        table = rows.table + row * rows.table_stride
         if shape.in_one_page:
             key_S, is_key_S = place_S, place_S < end
             at_S = placed_tile(pages, table, place, shape) + kv_head * shape.head_dim
         else:
-            span = (length, first, gap, num_left_out)
             key_S, is_key_S = numbered(rows, list_at + place_S, place_S < end, span, shape)
             at_S = placed(pages, table, key_S, is_key_S, shape) + kv_head * shape.head_dim
         is_here_SH = is_key_S[:, None] & is_dim_H[None, :]
@@ -199,42 +189,44 @@ def attend_split(q: Heads, pages: Pages, rows: Rows, results: Results, shape: tl
         sum_MH = sum_MH * shrink_M[:, None] + product(weight_MS.to(v_SH.dtype), v_SH, shape.widen)
 
     o_MH, lse_M = ended(largest_M, total_M, sum_MH)
-    pair_M = token_M * (shape.num_kv_heads * shape.group) + head_M
     if shape.is_split:
-        pair_M = pair_M * tl.num_programs(2) + split
-        tl.store(results.part_o + pair_M[:, None] * shape.head_dim + dim_H[None, :], o_MH, mask=is_o_MH)
-        tl.store(results.part_lse + pair_M, lse_M, mask=is_pair_M)
+        pair_M = (start + query_M).to(tl.int64) * (shape.num_kv_heads * shape.group) + head_M
+        part_M = pair_M * tl.num_programs(2) + split
+        tl.store(results.part_o + part_M[:, None] * shape.head_dim + dim_H[None, :], o_MH, mask=is_o_MH)
+        tl.store(results.part_lse + part_M, lse_M, mask=is_pair_M)
     else:
-        o_MH = o_MH.to(results.o.dtype.element_ty)
-        tl.store(results.o + pair_M[:, None] * shape.head_dim + dim_H[None, :], o_MH, mask=is_o_MH)
+        pair_M = token_M * (shape.num_kv_heads * shape.group) + head_M
+        at_MH = pair_M[:, None] * shape.head_dim + dim_H[None, :]
+        tl.store(results.o + at_MH, o_MH.to(results.o.dtype.element_ty), mask=is_o_MH)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
-def merge_splits(rows: Rows, results: Results, num_splits: int, shape: tl.constexpr) -> None:
-    """Kernel that merges the results of all splits (parts of the list of keys) for one query and head. Grid: (B *
-    most_queries, N)."""
-    row = tl.program_id(0) // shape.most_queries
-    query = tl.program_id(0) % shape.most_queries
+@triton.jit(do_not_specialize=["most_picks", "num_splits"])
+def merge_splits(rows: Rows, results: Results, most_picks: int, num_splits: int, shape: tl.constexpr) -> None:
+    """Kernel that merges the results of all splits (parts of the list of keys) for one query and head. Grid: (B, N,
+    most queries of a sequence)."""
+    row = tl.program_id(0)
     head = tl.program_id(1)
+    query = tl.program_id(2)
     start = tl.load(rows.starts + row)
     if query >= tl.load(rows.starts + row + 1) - start:
         return
-    num, _length, _first, _gap, _num_left_out = listed(rows, row, head // shape.group, shape)
+    num, _span = listed(rows, row, head // shape.group, most_picks, shape)
     num_parts = tl.maximum((num + shape.split_keys - 1) // shape.split_keys, 1)
-    pair = (start + query).to(tl.int64) * (shape.num_kv_heads * shape.group) + head
+    part = (start + query).to(tl.int64) * (shape.num_kv_heads * shape.group) + head
     dim_H = tl.arange(0, shape.head_pad)
     is_dim_H = dim_H < shape.head_dim
     largest_1, total_1, sum_1H = begun(1, shape.head_pad)
-    for part in range(0, num_parts, MERGED):
-        part_X = part + tl.arange(0, MERGED)
+    for first in range(0, num_parts, MERGED):
+        part_X = first + tl.arange(0, MERGED)
         is_part_X = part_X < num_parts
-        pair_X = pair * num_splits + part_X
-        score_X = tl.load(results.part_lse + pair_X, mask=is_part_X, other=float("-inf"))
+        at_X = part * num_splits + part_X
+        score_X = tl.load(results.part_lse + at_X, mask=is_part_X, other=float("-inf"))
         weight_1X, shrink_1, largest_1, total_1 = weighed(score_X[None, :], largest_1, total_1)
-        at_XH = pair_X[:, None] * shape.head_dim + dim_H[None, :]
+        at_XH = at_X[:, None] * shape.head_dim + dim_H[None, :]
         o_XH = tl.load(results.part_o + at_XH, mask=is_part_X[:, None] & is_dim_H[None, :], other=0.0)
         sum_1H = sum_1H * shrink_1[:, None] + tl.sum(weight_1X[:, :, None] * o_XH[None, :, :], 1)
     o_1H, _lse_1 = ended(largest_1, total_1, sum_1H)
+    pair = (tl.load(rows.firsts + row) + query).to(tl.int64) * (shape.num_kv_heads * shape.group) + head
     one_1 = tl.arange(0, 1)
     o_1H = o_1H.to(results.o.dtype.element_ty)
     tl.store(results.o + (pair * shape.head_dim + one_1)[:, None] + dim_H[None, :], o_1H, mask=is_dim_H[None, :])

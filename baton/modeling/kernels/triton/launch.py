@@ -1,9 +1,12 @@
-"""Helpers for launching Triton kernels. They check whether Triton is installed and whether its interpreter runs, and
-select the device."""
+"""Launches of Triton kernels, and helpers that check whether Triton is installed and whether its interpreter runs.
+
+All kernels are launched by `launch`. Tests and benchmarks can watch the launches, or replace them (`launching_by`).
+"""
 
 import functools
 import importlib.util
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,11 +86,39 @@ def widens(kernel: Any, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and is_interpreted(kernel)
 
 
-def on(device: torch.device, kernel: Any) -> AbstractContextManager[Any]:
-    """Return a context manager in which `kernel` is launched on `device`. Raises RuntimeError if the device is a CPU
-    and the kernel is not interpreted."""
+Launcher = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
+"""Function (kernel, grid, arguments, options) that launches a kernel."""
+
+
+def run_kernel(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Launch a kernel on the present device. The default Launcher."""
+    kernel[grid](*arguments, **options)
+
+
+_launchers: list[Launcher] = [run_kernel]
+"""Launchers. The last one is used."""
+
+
+def launch(device: torch.device, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch a kernel on `device` with the given arguments and compile options. Does not wait for the device. The
+    kernel is compiled first unless it was compiled for such arguments before (see `baton.modeling.kernels.triton`).
+    Raises RuntimeError if the device is a CPU, and the kernel is neither interpreted nor launched by a Launcher that
+    replaces the default."""
+    run = _launchers[-1]
     if device.type == "cuda":
-        return torch.cuda.device(device)
+        with torch.cuda.device(device):
+            run(kernel, grid, arguments, options)
+        return
     text = f"Triton compiles for GPUs, and the tensors are on {device.type}: use the kernels in C++"
-    check(device.type != "cpu" or is_interpreted(kernel), text)
-    return nullcontext()
+    check(device.type != "cpu" or is_interpreted(kernel) or run is not run_kernel, text)
+    run(kernel, grid, arguments, options)
+
+
+@contextmanager
+def launching_by(launcher: Launcher) -> Iterator[None]:
+    """Inside the `with` block, let `launcher` launch all kernels of this process."""
+    _launchers.append(launcher)
+    try:
+        yield
+    finally:
+        _launchers.pop()

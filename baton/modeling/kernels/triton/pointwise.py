@@ -10,7 +10,7 @@ Shape letters: T tokens, D channels, I gated channels, N heads, H head dim.
 from torch import Tensor
 
 from baton.modeling.kernels.triton.heads import Heads
-from baton.modeling.kernels.triton.launch import DTYPES, check, on, require_triton
+from baton.modeling.kernels.triton.launch import DTYPES, check, launch, require_triton
 from baton.modeling.kernels.triton.tiles import power_of_two
 
 MOST_CHANNELS = 1 << 14
@@ -36,9 +36,8 @@ def rms_norm(x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
     if x_TD.numel():
         width_pad = power_of_two(width)
         num_warps = min(max(width_pad // 512, 1), 8)
-        with on(x_TD.device, kernels.norm_token):
-            grid = (x_TD.numel() // width,)
-            kernels.norm_token[grid](x_TD, gain_D, o_TD, kernels.NormShape(width, width_pad, eps), num_warps=num_warps)
+        grid, shape = (x_TD.numel() // width,), kernels.NormShape(width, width_pad, eps)
+        launch(x_TD.device, kernels.norm_token, grid, x_TD, gain_D, o_TD, shape, num_warps=num_warps)
     return o_TD
 
 
@@ -54,9 +53,8 @@ def gate(x_TI: Tensor) -> Tensor:
     num_tokens, width = len(x_TI), x_TI.shape[1] // 2
     o_TI = x_TI.new_empty((num_tokens, width))
     if o_TI.numel():
-        with on(x_TI.device, kernels.gate_tile):
-            grid = (num_tokens, -(-width // _GATE_TILE))
-            kernels.gate_tile[grid](x_TI, o_TI, width, _GATE_TILE)
+        grid = (num_tokens, -(-width // _GATE_TILE))
+        launch(x_TI.device, kernels.gate_tile, grid, x_TI, o_TI, width, _GATE_TILE)
     return o_TI
 
 
@@ -80,6 +78,5 @@ def turn_heads(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> None:
     tile_heads = min(power_of_two(num_heads), max(_TURN_ELEMENTS // half_pad, 1))
     shape = kernels.TurnShape(num_heads, tile_heads, head_dim // 2, half_pad)
     x = Heads(x_TNH, x_TNH.stride(0), x_TNH.stride(1))
-    with on(x_TNH.device, kernels.turn_heads):
-        grid = (num_tokens, -(-num_heads // tile_heads))
-        kernels.turn_heads[grid](x, cos_T1H, sin_T1H, shape, num_warps=4)
+    grid = (num_tokens, -(-num_heads // tile_heads))
+    launch(x_TNH.device, kernels.turn_heads, grid, x, cos_T1H, sin_T1H, shape, num_warps=4)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from baton.modeling.kernels.triton.heads import Heads
-from baton.modeling.kernels.triton.launch import DTYPES, check, on, require_triton, shared_bytes_of, widens
+from baton.modeling.kernels.triton.launch import DTYPES, check, launch, require_triton, shared_bytes_of, widens
 from baton.modeling.kernels.triton.tiles import PrefillTiles, padded, prefill_tiles
 
 
@@ -69,15 +69,11 @@ def prefill_attention(
         scale=math.log2(math.e) / math.sqrt(head_dim),
         widen=widens(kernels.attend_block, q_TNH.dtype),
     )
-    with on(q_TNH.device, kernels.attend_block):
-        kernels.attend_block[(-(-num_queries // tiles.rows), num_heads)](
-            kernels.Segment(q, k, v, o_TNH, lse_TN, *_mask(seen.mask_TS)),
-            num_queries,
-            len(k_SGH),
-            shape,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-        )
+    mask_TS = None if seen.mask_TS is None else seen.mask_TS.view(torch.uint8)
+    segment = kernels.Segment(q, k, v, o_TNH, lse_TN, mask_TS)
+    sizes = num_queries, len(k_SGH), 0 if mask_TS is None else mask_TS.stride(0)
+    grid, options = (-(-num_queries // tiles.rows), num_heads), {"num_warps": tiles.num_warps}
+    launch(q_TNH.device, kernels.attend_block, grid, segment, *sizes, shape, num_stages=tiles.num_stages, **options)
     return o_TNH, lse_TN
 
 
@@ -99,10 +95,6 @@ def compile_prefills(
             for mask_TS in masks[: 1 + with_masks]:
                 seen = Visibility(is_causal=is_causal, mask_TS=mask_TS)
                 prefill_attention(q_TNH, kv_S2GH[:, 0], kv_S2GH[:, 1], seen)
-
-
-def _mask(mask_TS: Tensor | None) -> tuple[Tensor | None, int]:
-    return (None, 0) if mask_TS is None else (mask_TS.view(torch.uint8), mask_TS.stride(0))
 
 
 def _check(q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, seen: Visibility) -> None:

@@ -43,7 +43,6 @@ class Segment(NamedTuple):
     o: Any
     lse: Any
     mask: Any
-    mask_stride: int
 
 
 class Block(NamedTuple):
@@ -56,6 +55,7 @@ class Block(NamedTuple):
     """Indices of the block's queries among all queries."""
     is_query_M: Any
     """True for queries that exist, False for padding of the block."""
+    mask_stride: Any
     end: Any
     """Index after the last key to which some query of the block attends."""
 
@@ -74,7 +74,7 @@ def attended(block: Block, first: tl.tensor, state: tl.tuple, is_masked: tl.cons
     """Attend to one tile of keys, and return the updated state of the online softmax. `first` is the index of the first
     key of the tile. `state` contains the largest scores, the totals of weights and the weighted sums. If `is_masked` is
     False, all queries attend to all keys of the tile."""
-    segment, q_MH, kv_head, query_M, is_query_M, end = block
+    segment, q_MH, kv_head, query_M, is_query_M, mask_stride, end = block
     largest_M, total_M, sum_MH = state
     key_S = first + tl.arange(0, shape.tile_keys)
     is_key_S = key_S < end
@@ -85,7 +85,7 @@ def attended(block: Block, first: tl.tensor, state: tl.tuple, is_masked: tl.cons
         if shape.is_causal:
             sees_MS = sees_MS & (key_S[None, :] <= query_M[:, None])
         if shape.has_mask:
-            mask_MS = segment.mask + query_M.to(tl.int64)[:, None] * segment.mask_stride + key_S[None, :]
+            mask_MS = segment.mask + query_M.to(tl.int64)[:, None] * mask_stride + key_S[None, :]
             sees_MS = sees_MS & (tl.load(mask_MS, mask=sees_MS, other=0) != 0)
         score_MS = tl.where(sees_MS, score_MS, float("-inf"))
     weight_MS, shrink_M, largest_M, total_M = weighed(score_MS, largest_M, total_M)
@@ -94,10 +94,10 @@ def attended(block: Block, first: tl.tensor, state: tl.tuple, is_masked: tl.cons
     return largest_M, total_M, sum_MH
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys"])
-def attend_block(segment: Segment, num_queries: int, num_keys: int, shape: tl.constexpr) -> None:
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "mask_stride"])
+def attend_block(segment: Segment, num_queries: int, num_keys: int, mask_stride: int, shape: tl.constexpr) -> None:
     """Kernel that computes the attention of one block of queries of one head. Grid: (blocks of queries, N). Other
-    values of `num_queries` and `num_keys` do not cause the kernel to be compiled again."""
+    values of the integers do not cause the kernel to be compiled again."""
     number = tl.num_programs(0) - 1 - tl.program_id(0)  # blocks with the most keys first, those with the fewest last
     head = tl.program_id(1)
     query_M = number * shape.tile_rows + tl.arange(0, shape.tile_rows)
@@ -108,7 +108,7 @@ def attend_block(segment: Segment, num_queries: int, num_keys: int, shape: tl.co
         end = tl.minimum(num_keys, last + 1)
     q_MH = loaded(segment.q, head, query_M, is_query_M, shape)
     state = begun(shape.tile_rows, shape.head_pad)
-    block = Block(segment, q_MH, head // shape.group, query_M, is_query_M, end)
+    block = Block(segment, q_MH, head // shape.group, query_M, is_query_M, mask_stride, end)
     seen_by_all = 0
     if not shape.has_mask:
         seen_by_all = end

@@ -10,12 +10,16 @@ from dataclasses import dataclass
 
 import torch
 
+_ALIKE = 16
 LEAST_SIDE = 16
 """Minimum number of rows and columns of a matrix that tensor cores multiply. Smaller matrices are padded."""
 _STAGE_BYTES = 32 * 1024
 """Maximum number of bytes of keys and values that a program loads at once."""
 _QUERY_BYTES = 32 * 1024
 """Maximum number of bytes of a program's queries."""
+MOST_QUERIES = 16
+"""Maximum number of new tokens of a sequence that decode attention serves. It is at least one token with the maximum
+number of drafts. Prefill attention over pages serves sequences with more new tokens."""
 LEAST_SPLIT_KEYS = 512
 """Minimum number of keys of a split (part of a list of keys that one program reads). A list of at most this many keys
 is not divided."""
@@ -27,7 +31,7 @@ is first."""
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """Block sizes of decode attention. All sizes except `num_splits` are powers of two."""
+    """Block sizes of decode attention. All sizes are powers of two."""
 
     rows: int
     """Number of pairs of a query and a head that a program computes. It reads the keys once for all pairs."""
@@ -35,33 +39,29 @@ class DecodeTiles:
     """Number of keys that a program multiplies at a time."""
     split_keys: int
     """Number of keys of a split, which one program reads. A multiple of `keys`."""
-    num_splits: int
-    """Number of splits into which the longest list of keys is divided. One program computes each split, and the results
-    of the splits are merged."""
     num_warps: int
     num_stages: int = 2
 
 
 @dataclass(frozen=True)
 class PrefillTiles:
-    """Block sizes of prefill attention. There is one program for each head and block of queries."""
+    """Block sizes of prefill attention, over one segment of keys or over pages."""
 
     rows: int
-    """Number of queries of a program, a power of two."""
+    """Number of queries of a program, a power of two. Over pages: number of pairs of a query and a head."""
     keys: int
     """Number of keys that a program multiplies at a time, a power of two."""
     num_warps: int
     num_stages: int = 2
 
 
-def decode_tiles(head_dim: int, dtype: torch.dtype, num_pairs: int, most_keys: int) -> DecodeTiles:
-    """Return the block sizes of decode attention. `num_pairs`: maximum number of pairs of a query and a head per
-    sequence and kv head. `most_keys`: maximum number of keys to which a sequence attends."""
-    rows = min(max(power_of_two(num_pairs), LEAST_SIDE), _most_rows(head_dim, dtype), 64)
-    keys = _keys(head_dim, dtype)
+def decode_tiles(head_dim: int, dtype: torch.dtype, group: int, most_keys: int) -> DecodeTiles:
+    """Return the block sizes of decode attention. `group`: number of query heads that share a kv head. `most_keys`:
+    maximum number of keys to which a sequence attends in any step. The block sizes do not depend on the step."""
+    rows = min(max(power_of_two(group), LEAST_SIDE), _most_rows(head_dim, dtype), 64)
     split_keys = max(LEAST_SPLIT_KEYS, power_of_two(-(-most_keys // _MOST_SPLITS)))
     num_warps = 8 if rows * padded(head_dim) >= 64 * 256 or dtype == torch.float32 else 4
-    return DecodeTiles(rows, keys, split_keys, max(-(-most_keys // split_keys), 1), num_warps)
+    return DecodeTiles(rows, _keys(head_dim, dtype), split_keys, num_warps)
 
 
 def prefill_tiles(head_dim: int, dtype: torch.dtype, num_queries: int, shared_bytes: int | None = None) -> PrefillTiles:
@@ -78,9 +78,21 @@ def prefill_tiles(head_dim: int, dtype: torch.dtype, num_queries: int, shared_by
     return PrefillTiles(rows, _keys(head_dim, dtype), 8 if rows == 128 or dtype == torch.float32 else 4)
 
 
+def span_tiles(head_dim: int, dtype: torch.dtype, shared_bytes: int | None) -> PrefillTiles:
+    """Return the block sizes of prefill attention over pages. They are the same for sequences with any number of new
+    tokens. `shared_bytes`: bytes of shared memory that a program may use, or None if the number is unknown."""
+    return prefill_tiles(head_dim, dtype, 1 << 10, shared_bytes)
+
+
 def power_of_two(number: int) -> int:
     """Return the smallest power of two that is at least `number`, which must be positive."""
     return 1 << (number - 1).bit_length()
+
+
+def alike(number: int) -> int:
+    """Return the smallest multiple of 16 that is at least `number`. Triton compiles one kernel for all strides that are
+    multiples of 16, and for all addresses that are multiples of 16 bytes, and further kernels for others."""
+    return -(-number // _ALIKE) * _ALIKE
 
 
 def padded(head_dim: int) -> int:

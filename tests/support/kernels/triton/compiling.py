@@ -4,23 +4,25 @@ compiles the kernel.
 Call it only in a separate process, because it registers a fake GPU with Triton until the process ends.
 """
 
-import functools
+import re
+import subprocess
+import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from baton.modeling.kernels.triton import append, copies, decode, pointwise, prefill
 from baton.modeling.kernels.triton.append import append_kv
 from baton.modeling.kernels.triton.copies import copy_heads, copy_rows
 from baton.modeling.kernels.triton.decode import SeenKeys, decode_attention
+from baton.modeling.kernels.triton.launch import launching_by
 from baton.modeling.kernels.triton.pointwise import gate, rms_norm, turn_heads
 from baton.modeling.kernels.triton.prefill import Visibility, prefill_attention
 from baton.modeling.kernels.triton.row_kernels import StepRows
-from baton.modeling.kernels.triton.tiles import prefill_tiles
+from baton.modeling.kernels.triton.spans import SpanRows, span_attention
+from baton.modeling.kernels.triton.tiles import prefill_tiles, span_tiles
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,10 @@ class Compiled:
     shared_bytes: int
     """Shared memory in bytes that a program uses."""
     num_cubin_bytes: int
+    num_registers: int
+    """Number of registers of a thread."""
+    num_spilled_bytes: int
+    """Bytes of local memory of a thread: registers that do not fit, and arrays with variable indices."""
 
 
 class AbsentGpu:
@@ -53,33 +59,52 @@ def compiled(dtype: torch.dtype, head_dim: int, group: int, most_queries: int) -
     return _compiling(lambda: _call_all(dtype, head_dim, group, most_queries))
 
 
-def compiled_wide(dtype: torch.dtype, head_dim: int, shared_bytes: int) -> Compiled:
-    """Compile prefill attention with the block sizes that it selects for `shared_bytes` of shared memory per
-    program."""
-    q_TNH, kv_SGH = torch.zeros(300, 4, head_dim, dtype=dtype), torch.zeros(300, 2, head_dim, dtype=dtype)
+def compiled_wide(
+    dtype: torch.dtype, head_dim: int, shared_bytes: int | None, window: int | None = None
+) -> list[Compiled]:
+    """Compile prefill attention, over a segment of keys and over pages, with the block sizes that are chosen for
+    `shared_bytes` of shared memory per program."""
+    q_TNH, kv_SGH = torch.zeros(300, 8, head_dim, dtype=dtype), torch.zeros(300, 2, head_dim, dtype=dtype)
     tiles = prefill_tiles(head_dim, dtype, len(q_TNH), shared_bytes)
-    [found] = _compiling(lambda: prefill_attention(q_TNH, kv_SGH, kv_SGH, Visibility(), tiles=tiles))
-    return found
+    pages_PS2GH = torch.zeros(8, 64, 2, 2, head_dim, dtype=dtype)
+    rows = StepRows(_whole(2, 16), _whole(2), _whole(3), most_queries=256, most_keys=1024)
+    spans = SpanRows(rows, _whole(4, 2), span_tiles(head_dim, dtype, shared_bytes))
+
+    def call() -> None:
+        prefill_attention(q_TNH, kv_SGH, kv_SGH, Visibility(), tiles=tiles)
+        span_attention(q_TNH, pages_PS2GH, spans, window=window)
+
+    return _compiling(call)
 
 
 def _compiling(call: Callable[[], object]) -> list[Compiled]:
-    from triton.runtime import JITFunction
     from triton.runtime.driver import driver
 
     found: list[Compiled] = []
-    launch = JITFunction.run
+
+    def compile_kernel(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        made = kernel.run(*arguments, grid=grid, warmup=True, **options)
+        found.append(Compiled(kernel.__name__, made.metadata.shared, len(made.asm["cubin"]), *_resources(made)))
+
     driver.set_active(AbsentGpu())
-    JITFunction.run = functools.partialmethod(_compile, launch, found)
-    for module in (append, copies, decode, pointwise, prefill):
-        module.on = lambda device, kernel: nullcontext()  # type: ignore[attr-defined]
-    call()
-    JITFunction.run = launch
+    with launching_by(compile_kernel):
+        call()
     return found
 
 
-def _compile(kernel: Any, launch: Callable[..., Any], found: list[Compiled], *args: Any, **options: Any) -> None:
-    made = launch(kernel, *args, **{**options, "warmup": True})
-    found.append(Compiled(kernel.__name__, made.metadata.shared, len(made.asm["cubin"])))
+def _resources(made: Any) -> tuple[int, int]:
+    """Return the number of registers of a thread, and the number of bytes of registers that a thread spills to local
+    memory, of a compiled kernel."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [str(knobs.nvidia.cuobjdump.path), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    return int(found[1]), int(found[2])
 
 
 def _call_all(dtype: torch.dtype, head_dim: int, group: int, most_queries: int) -> None:
@@ -93,7 +118,8 @@ def _call_all(dtype: torch.dtype, head_dim: int, group: int, most_queries: int) 
     seen = SeenKeys(window=100, picks=picks, unseen_B2=_whole(num_rows, 2))
     decode_attention(q_TNH[: num_rows * most_queries], pages_PS2GH, rows, seen)
     prefill_attention(q_TNH, kv_S2GH[:, 0], kv_S2GH[:, 1], Visibility())
-    append_kv(kv_S2GH[:num_rows, 0], kv_S2GH[:num_rows, 1], pages_PS2GH, rows)
+    append_kv(kv_S2GH[:num_rows, 0], kv_S2GH[:num_rows, 1], pages_PS2GH, _whole(num_rows))
+    span_attention(q_TNH, pages_PS2GH, SpanRows(rows, _whole(4, 2), span_tiles(head_dim, dtype, None)))
     home_B, there_B = torch.zeros(2, num_rows, dtype=torch.int64)
     head_bytes = head_dim * dtype.itemsize
     copy_heads(home_B, there_B, _whole(num_rows, num_kv_heads, 200, 2), _whole(num_rows, num_kv_heads), head_bytes)

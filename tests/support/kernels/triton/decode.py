@@ -47,7 +47,7 @@ class DecodeCase:
     page_tokens: int = 5
     lengths: str = "ragged"
     """Kind of sequences: with new tokens only, with lengths at page boundaries, of all kinds with padding between them,
-    or long."""
+    long, or with many new tokens after no or some other tokens."""
     num_picks: int = 0
     """Maximum number of keys that each KV head selects; 0: no selection."""
     window: int | None = None
@@ -104,7 +104,8 @@ def check_decode(case: DecodeCase, device: str, spoilt: str = "") -> None:
 
 
 def check_rows_alone(case: DecodeCase, device: str) -> None:
-    """Assert that each sequence gets bitwise the same result alone and in the batch."""
+    """Assert that each sequence gets bitwise the same result alone and in the batch, which has other numbers of keys
+    and of new tokens."""
     step = made(case)
     together_TNH = attended(step, device)
     start = 0
@@ -120,7 +121,7 @@ def check_rows_alone(case: DecodeCase, device: str) -> None:
             step.unseen[row : row + 1],
             step.picks[row : row + 1],
         )
-        o_TNH = attended(alone, device, most_keys=max(step.lengths))
+        o_TNH = attended(alone, device, capacity=max(step.lengths))
         assert torch.equal(o_TNH, together_TNH[own]), f"row {row}"
         start += num_new
 
@@ -166,10 +167,9 @@ def made(case: DecodeCase) -> Step:
     return step
 
 
-def attended(step: Step, device: str, spoilt: str = "", most_keys: int | None = None) -> Tensor:
-    """Return the kernel's results."""
+def attended(step: Step, device: str, spoilt: str = "", capacity: int | None = None) -> Tensor:
+    """Return the kernel's results. `capacity`: maximum number of keys of a sequence of any step."""
     case = step.case
-    most_keys = most_keys or max(step.lengths)
     table_BC, lengths, window = step.table_BC.clone(), torch.tensor(step.lengths, dtype=torch.int32), case.window
     starts_E = torch.tensor([sum(step.num_new[:row]) for row in range(len(lengths) + 1)], dtype=torch.int32)
     unseen_B2 = torch.tensor(step.unseen, dtype=torch.int32) if case.has_unseen else None
@@ -183,13 +183,19 @@ def attended(step: Step, device: str, spoilt: str = "", most_keys: int | None = 
         window = 8 if window is None else window + 1
     if spoilt == "unseen":
         unseen_B2 = None
-    rows = StepRows(table_BC.to(device), lengths.to(device), starts_E.to(device), case.most_queries, most_keys)
+    rows = StepRows(
+        table_BC=table_BC.to(device),
+        lengths_B=lengths.to(device),
+        starts_E=starts_E.to(device),
+        most_queries=max(*step.num_new, 1),
+        most_keys=max(*step.lengths, 1),
+        capacity_keys=capacity,
+    )
     picks = _tensors(step, spoilt, device) if step.picks else None
     seen = SeenKeys(window, picks, None if unseen_B2 is None else unseen_B2.to(device))
     tiles = None
     if case.tile_keys is not None:
-        most_listed = max(most_keys, case.num_picks)
-        tiles = DecodeTiles(64, case.tile_keys, _SPLIT_KEYS, -(-most_listed // _SPLIT_KEYS), num_warps=4)
+        tiles = DecodeTiles(64, case.tile_keys, _SPLIT_KEYS, num_warps=4)
     q_TNH, pages_PS2GH = step.q_TNH.to(device), step.pages_PS2GH.to(device)
     return decode_attention(q_TNH, pages_PS2GH, rows, seen, tiles=tiles)
 
@@ -217,24 +223,21 @@ def by_definition(step: Step) -> Tensor:
 
 def check_append(case: DecodeCase, device: str) -> None:
     """Assert that new keys and values are stored bit for bit in their places in the pages, and that no other byte
-    changed."""
+    changed. The first token and the last token belong to no sequence."""
     step = made(case)
     random = torch.Generator().manual_seed(2)
     shape = (len(step.q_TNH), 2 * case.num_kv_heads + 1, case.head_dim)
     kv_TXH = torch.randn(shape, generator=random).to(case.dtype)
     k_TGH, v_TGH = kv_TXH[:, : case.num_kv_heads], kv_TXH[:, case.num_kv_heads + 1 :]
-    expected_PS2GH = step.pages_PS2GH.clone()
-    token = 0
+    expected_PS2GH, slots = step.pages_PS2GH.clone(), [-1]
     for row, (length, num_new) in enumerate(zip(step.lengths, step.num_new, strict=True)):
         for key in range(length - num_new, length):
-            expected_PS2GH[step.place(row, key)] = torch.stack((k_TGH[token], v_TGH[token]))
-            token += 1
-    lengths = torch.tensor(step.lengths, dtype=torch.int32, device=device)
-    starts = [sum(step.num_new[:row]) for row in range(len(lengths) + 1)]
-    starts_E = torch.tensor(starts, dtype=torch.int32, device=device)
-    rows = StepRows(step.table_BC.to(device), lengths, starts_E, case.most_queries, max(step.lengths))
+            page, place = step.place(row, key)
+            expected_PS2GH[page, place] = torch.stack((k_TGH[len(slots)], v_TGH[len(slots)]))
+            slots.append(page * case.page_tokens + place)
+    slots_U = torch.tensor(slots, dtype=torch.int32, device=device)
     pages_PS2GH = step.pages_PS2GH.to(device)
-    append_kv(k_TGH.to(device), v_TGH.to(device), pages_PS2GH, rows)
+    append_kv(k_TGH.to(device), v_TGH.to(device), pages_PS2GH, slots_U)
     assert torch.equal(_bits(pages_PS2GH.cpu()), _bits(expected_PS2GH))
 
 
@@ -252,6 +255,10 @@ def _rows(case: DecodeCase) -> tuple[list[int], list[int]]:
         num_new = [1, most, most]
         pages = -(-most // page)
         return num_new, [page, pages * page + 1, (pages + 1) * page - 1]
+    if case.lengths == "first chunks":
+        return [17, 1, 40], [17, 1, 40]
+    if case.lengths == "later chunks":
+        return [33, 20, 3], [64, 87, 40]
     if case.lengths == "long":
         return [most, 1, 1], [600, 257, 256]
     return [most, 0, 1, max(most - 1, 1), 0], [71, 0, 1, 33 + most, 0]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from baton.modeling.kernels.triton.append import append_kv
 from baton.modeling.kernels.triton.decode import SeenKeys, decode_attention
 from baton.modeling.kernels.triton.prefill import DENSE, Visibility, prefill_attention
 from baton.modeling.kernels.triton.row_kernels import StepRows
+from baton.modeling.kernels.triton.spans import SpanRows, span_attention
+from baton.modeling.kernels.triton.tiles import PrefillTiles
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -36,14 +39,20 @@ def prefill(q_TNH: Tensor = Q, k_SGH: Tensor = KV, v_SGH: Tensor = KV, seen: Vis
     prefill_attention(q_TNH, k_SGH, v_SGH, seen)
 
 
-def append(k_TGH: Tensor, v_TGH: Tensor) -> None:
-    append_kv(k_TGH, v_TGH, PAGES, rows())
+def append(k_TGH: Tensor, v_TGH: Tensor, slots_U: Tensor | None = None) -> None:
+    append_kv(k_TGH, v_TGH, PAGES, whole(2) if slots_U is None else slots_U)
+
+
+def spans(q_TNH: Tensor = Q, blocks_X2: Tensor | None = None, **options: Any) -> None:
+    blocks_X2 = whole(1, 2) if blocks_X2 is None else blocks_X2
+    span_attention(q_TNH, PAGES, SpanRows(rows(), blocks_X2, PrefillTiles(16, 16, num_warps=4)), **options)
 
 
 CALLS: dict[str, Callable[[], object]] = {
     "must be int32": lambda: replace(rows(), lengths_B=torch.zeros(2, dtype=torch.int64)),
     "table must be [2, pages]": lambda: replace(rows(), table_BC=whole(3, 2)),
     "a row of the table must be contiguous": lambda: replace(rows(), table_BC=whole(2, 2).T),
+    "firsts must be [2]": lambda: replace(rows(), firsts_B=whole(3)),
     "starts must be [3]": lambda: replace(rows(), starts_E=whole(2)),
     "most_queries = 0": lambda: replace(rows(), most_queries=0),
     "most_keys = 0": lambda: replace(rows(), most_keys=0),
@@ -66,6 +75,11 @@ CALLS: dict[str, Callable[[], object]] = {
     "use bfloat16, float16 or float32 for all": lambda: prefill(zeros(2, 4, 16, dtype=torch.float16)),
     "a mask must be [2, 5], bool": lambda: prefill(seen=Visibility(mask_TS=zeros(2, 5))),
     "keys [2, 2, 16] and values [2, 2, 8]": lambda: append(zeros(2, 2, 16), zeros(2, 2, 8)),
+    "slots are int32": lambda: append(zeros(2, 2, 16), zeros(2, 2, 16), torch.zeros(2)),
+    "3 slots for the keys of 2 tokens": lambda: append(zeros(2, 2, 16), zeros(2, 2, 16), whole(3)),
+    "window = -1": lambda: spans(window=-1),
+    "blocks must be [X, 2]": lambda: spans(blocks_X2=whole(2, 3)),
+    "the output must be [2, 4, 16]": lambda: spans(o_TNH=zeros(3, 4, 16)),
     "4 kv heads, and pages of 2": lambda: append(zeros(2, 4, 16), zeros(2, 4, 16)),
 }
 """Invalid calls by the text that their error must contain."""

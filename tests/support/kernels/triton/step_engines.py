@@ -14,6 +14,7 @@ from baton.modeling.kv.pages import PAGE_TOKENS
 from baton.sampling_params import SamplingParams
 from baton.types import SlotId, TokenRange
 from generate_workers.engine.scheduling_policy import Progress, StepPlan
+from generate_workers.residency.paged import PagedResidency
 from generate_workers.slots.kv_memory import MemoryLimits
 from tests.support.engines.devices import TensorDevice
 from tests.support.engines.generation import (
@@ -48,8 +49,8 @@ class CountedSteps(StepGraphs):
 
 
 def decoder_on(device: Device) -> Decoder:
-    """Return the CPU's decoder on a device. Triton's kernels compute its decode attention; on a GPU, also its prefill
-    attention."""
+    """Return the CPU's decoder on a device. Triton's kernels compute its decode attention, and its prefill attention
+    over pages; on a GPU, also that over buffers."""
     decoder = random_decoder(device=device)
     decoder.config = dataclasses.replace(decoder.config, eos_token_ids=(EOS_ID,))
     decoder._has_native_rows, decoder.has_triton_rows, decoder.fused = False, True, None
@@ -62,9 +63,8 @@ def engine_on(
 ) -> Iterator[tuple[Harness, list[int]]]:
     """Run an engine on a device, by default a CPU device that replaces a GPU. Yield the engine and a list with the
     number of sequences of each whole step."""
-    with harness(
-        decoder=decoder_on(device or TensorDevice()), max_slot_tokens=MAX_TOKENS, step_graphs=step_graphs, **options
-    ) as made:
+    options = {"max_slot_tokens": MAX_TOKENS} | options
+    with harness(decoder=decoder_on(device or TensorDevice()), step_graphs=step_graphs, **options) as made:
         runner = made.engine._runner
         if not step_graphs:
             assert runner._decode_steps is None
@@ -161,6 +161,27 @@ def check_shared_prefixes(device: Device | None = None) -> None:
         made.run()
         assert stream.token_ids == other.token_ids == reference_ids(cpu, ids, params)
     assert set(num_rows) == {1, 2}
+
+
+def check_fragmented_prompts(device: Device | None = None, *, speculation: str = "off") -> None:
+    """Check that sequences get the CPU's tokens if no two of their pages are adjacent. Their prompts are computed in
+    chunks, while others decode or verify drafts."""
+    cpu, params = eos_decoder(), dataclasses.replace(DRAWN, max_tokens=8)
+    sizes: dict[str, Any] = {"max_slot_tokens": 256, "num_slots": 6, "max_batched_tokens": 48}
+    with engine_on(device, speculation=speculation, **sizes) as (made, _):
+        residency = made.slots.memory.residency
+        assert isinstance(residency, PagedResidency)
+        pages = residency.pool.take(residency.pool.num_pages)
+        residency.pool.give(pages[::2])
+        asked = [prompt(length) for length in (7, 230, 150)]
+        streams = []
+        for ids in asked:
+            streams.append(made.submit(ids, params)[1])
+            made.engine.step()
+        made.run()
+        for ids, stream in zip(asked, streams, strict=True):
+            assert stream.token_ids == reference_ids(cpu, ids, params), len(ids)
+        residency.pool.give(pages[1::2])
 
 
 def check_made() -> None:
