@@ -17,16 +17,17 @@ from baton.modeling.checkpoints.weights import load_decoder
 from baton.modeling.device.copying import LinkRate
 from baton.modeling.device.making import make_device
 from baton.modeling.forward.decoder import Decoder
-from baton.modeling.forward.triton.compiling import compile_decoder
 from baton.modeling.kernels import native
 from baton.modeling.kernels.process_kernels import KERNELS
+from baton.modeling.kernels.triton.prefill import compile_prefills
+from baton.modeling.kv.buffers import BufferSpan
 from baton.modeling.prefix_store.folder import allow_files, node_folder, share_bytes
 from baton.modeling.prefix_store.node import DiskPlace, NodeStore
 from baton.process.clock import Clock
 from baton.process.cores import pin
 from baton.settings.base import values_of
 from baton.settings.place import EmulatedLink, WorkerPlace
-from baton.types import KvLayout
+from baton.types import KvLayout, TokenRange
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,20 @@ def prepare_kernels(decoder: Decoder) -> None:
         native.load()
     elif decoder.has_triton_rows:
         compile_decoder(decoder)
+
+
+@torch.inference_mode()
+def compile_decoder(decoder: Decoder) -> None:
+    """Compile the Triton kernels with which a decoder computes prompts whose KV is in buffers: norms, gates, RoPE and
+    attention. Triton compiles a kernel when it is launched for the first time with arguments of a new kind, such as
+    another dtype, which takes about a second. The decoder must have Triton kernels."""
+    config = decoder.config
+    heads = config.num_heads, config.num_kv_heads, config.head_dim
+    has_windows = any(window is not None for window in config.windows)
+    compile_prefills(heads, decoder.dtype, decoder.weights.device, with_masks=has_windows)
+    tokens = TokenRange(0, 1)
+    span = BufferSpan(decoder.device.buffer(decoder.layout, tokens), tokens)
+    decoder.logits(decoder.forward([0], [span]))
 
 
 def prefix_place(place: WorkerPlace) -> PrefixPlace | None:

@@ -6,7 +6,7 @@ shared memory for two stages of keys and values, and at most 32 KiB for queries.
 have more shared memory.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,6 +24,10 @@ LEAST_SPLIT_KEYS = 512
 """Minimum number of keys of a split (part of a list of keys that one program reads). A list of at most this many keys
 is not divided."""
 _MOST_SPLITS = 64
+_MOST_ROWS = 128
+"""Maximum number of rows of a program of prefill attention."""
+_PAGE_NUMBER_BYTES = 2048
+"""Upper bound on the shared memory for the page numbers of keys."""
 _WIDE_TILES = ((128, 3), (128, 2), (64, 3))
 """Tile sizes of prefill attention with blocks of 128 queries, as pairs (keys of a tile, pipeline stages). The fastest
 is first."""
@@ -68,20 +72,25 @@ def prefill_tiles(head_dim: int, dtype: torch.dtype, num_queries: int, shared_by
     """Return the block sizes of prefill attention for `num_queries` queries. `shared_bytes`: bytes of shared memory
     that a program may use for queries, keys and values. None: use the default limits (see the module's docstring). Pass
     None if the number is unknown, or if shared memory also holds other data, such as a mask."""
-    most_rows = 32 if dtype == torch.float32 else 128  # fp32 operands are multiplied in registers
+    most_rows = 32 if dtype == torch.float32 else _MOST_ROWS  # fp32 operands are multiplied in registers
     rows = min(max(power_of_two(num_queries), LEAST_SIDE), _most_rows(head_dim, dtype), most_rows)
-    if rows == 128 and shared_bytes is not None:
+    if rows == _MOST_ROWS and shared_bytes is not None:
         row_bytes = padded(head_dim) * dtype.itemsize
         for keys, num_stages in _WIDE_TILES:
             if (rows + 2 * keys * num_stages) * row_bytes <= shared_bytes:
                 return PrefillTiles(rows, keys, 8, num_stages)
-    return PrefillTiles(rows, _keys(head_dim, dtype), 8 if rows == 128 or dtype == torch.float32 else 4)
+    return PrefillTiles(rows, _keys(head_dim, dtype), 8 if rows == _MOST_ROWS or dtype == torch.float32 else 4)
 
 
 def span_tiles(head_dim: int, dtype: torch.dtype, shared_bytes: int | None) -> PrefillTiles:
     """Return the block sizes of prefill attention over pages. They are the same for sequences with any number of new
-    tokens. `shared_bytes`: bytes of shared memory that a program may use, or None if the number is unknown."""
-    return prefill_tiles(head_dim, dtype, 1 << 10, shared_bytes)
+    tokens. `shared_bytes`: bytes of shared memory that a program may use, or None if the number is unknown.
+
+    Triton's pipeline loads page numbers before keys, and needs two stages for each further tile of keys. The number of
+    tiles in shared memory is then that of `prefill_tiles`."""
+    room = None if shared_bytes is None else shared_bytes - _PAGE_NUMBER_BYTES
+    tiles = prefill_tiles(head_dim, dtype, _MOST_ROWS, room)
+    return replace(tiles, num_stages=2 * tiles.num_stages - 1)
 
 
 def power_of_two(number: int) -> int:

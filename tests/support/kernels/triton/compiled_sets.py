@@ -13,7 +13,7 @@ from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.drawing import RowDraw
 from baton.modeling.forward.step_graphs import DecodeRow, StepGraphs
 from baton.modeling.forward.triton.attention import triton_kernel
-from baton.modeling.forward.triton.compiling import compile_decoder
+from baton.modeling.hosting import compile_decoder
 from baton.modeling.kernels.triton.launch import launching_by
 from baton.modeling.kv.buffers import KvBuffer
 from baton.modeling.kv.pages import PageSpan
