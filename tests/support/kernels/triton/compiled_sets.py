@@ -23,6 +23,7 @@ from generate_workers.compiling import compile_steps
 from generate_workers.residency.paged import PagedResidency
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.speculation.streaming_view import NarrowSpan
+from tests.support.engines import fetching
 from tests.support.engines.devices import TensorDevice
 from tests.support.engines.generation import harness, prompt
 from tests.support.kernels.paged_rows import in_pages
@@ -46,9 +47,10 @@ def decoder_for(max_tokens: int, window: int | None = None, num_layers: int = 2)
     return made
 
 
-def compiled_keys(decoder: Decoder, residency: Residency, max_tokens: int) -> set[str]:
-    """Return the specialization keys of the kernels that a generation worker compiles before it is ready."""
-    recorder = Recorder(runs=False)
+def compiled_keys(decoder: Decoder, residency: Residency, max_tokens: int, *, runs: bool = False) -> set[str]:
+    """Return the specialization keys of the kernels that a generation worker compiles before it is ready. The kernels
+    run only if `runs` is set."""
+    recorder = Recorder(runs=runs)
     with launching_by(recorder):
         compile_decoder(decoder)
         compile_steps(decoder, residency, max_tokens)
@@ -112,6 +114,23 @@ def check_engine(window: int | None, options: dict[str, Any]) -> None:
     names = OVER_PAGES if sizes["policy"] == "device" else {"attend_block"}
     if window is not None:
         names = names - {"merge_splits"}  # the keys of a small window are not divided
+    check_known(recorder.keys, compiled, names | POINTWISE)
+
+
+def check_infinigen() -> None:
+    """Check an engine that selects keys, and fetches them by Triton's kernels."""
+    recorder, device = Recorder(runs=True), fetching.standing("launched")
+    with as_on_a_gpu():
+        decoder = fetching.on_gpu(random_decoder(num_layers=4), device)
+        policy = fetching.policy(decoder, 2)
+        with harness(decoder=decoder, policy=policy, max_slot_tokens=64, max_batched_tokens=24) as made:  # type: ignore[arg-type]
+            compiled = compiled_keys(decoder, made.slots.memory.residency, 64, runs=True)
+            with launching_by(recorder):
+                for length in (40, 19, 5):
+                    made.submit(prompt(length), GREEDY)
+                    made.engine.step()
+                made.run()
+    names = {"append_token", "attend_split", "attend_block", "copy_pairs", "copy_words"}
     check_known(recorder.keys, compiled, names | POINTWISE)
 
 

@@ -28,5 +28,10 @@ def test_an_engine_uses_compiled_kernels(interpreter: Run, window: int | None, o
     interpreter(compiled_sets.check_engine, window, options)
 
 
+@pytest.mark.ci
+def test_an_engine_that_selects_keys_uses_compiled_kernels(interpreter: Run) -> None:
+    interpreter(compiled_sets.check_infinigen)
+
+
 def test_a_layer_has_few_launches(interpreter: Run) -> None:
     interpreter(compiled_sets.check_budgets)
