@@ -92,9 +92,8 @@ class DecodeRows:
         native.operators().append_kv(k_BGH, v_BGH, self._addresses[layer], self._ends[layer], self._table)
 
     def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, picks: Picks | None = None) -> Tensor:
-        """Return the attention output of all tokens of the step, `[T, N, H]`, in the dtype of the queries. For tokens
-        that are not rows (new tokens of these spans), nothing is written. `q_TNH` contains the queries of all tokens of
-        the step.
+        """Return the attention output of the rows (new tokens), `[B, N, H]`, in the dtype of the queries. `q_TNH`
+        contains the queries of all tokens of the step.
 
         If `picks` is given, each row attends to exactly the selected keys. The selected keys must be within the
         layer's sliding window, because the window is not applied. Raises RuntimeError if a row would attend to a key
@@ -104,19 +103,13 @@ class DecodeRows:
         if picks is not None:
             keys = RowKeys(self._addresses[layer], self._lengths[layer], self._table)
             chosen = picks.keys_BGK, picks.num_BG
-        q_BNH, product = self._of_rows(q_TNH), KERNELS.choice.attention
-        o_BNH = native.operators().decode_attention(q_BNH, keys, num_kv_heads, product, chosen)
-        if self._is_all(q_TNH):
-            return o_BNH
-        o_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
-        o_TNH[self.tokens_B] = o_BNH
-        return o_TNH
-
-    def _is_all(self, x_TNH: Tensor) -> bool:
-        return self.in_order and len(x_TNH) == len(self.tokens_B)
+        return native.operators().decode_attention(
+            self._of_rows(q_TNH), keys, num_kv_heads, KERNELS.choice.attention, chosen
+        )
 
     def _of_rows(self, x_TNH: Tensor) -> Tensor:
-        return x_TNH if self._is_all(x_TNH) else x_TNH[self.tokens_B]
+        is_all = self.in_order and len(x_TNH) == len(self.tokens_B)
+        return x_TNH if is_all else x_TNH[self.tokens_B]
 
 
 def has_native_rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

@@ -337,10 +337,15 @@ class Decoder:
     ) -> Tensor:
         """Return the attention output of all tokens of a step, `[T, N, H]`. If `picks` is given, the tokens of `rows`
         attend only to the selected keys. `others` contains the spans that are not in `rows`."""
-        if rows is not None:
+        if isinstance(rows, TritonRows):
             out_TNH = rows.attend(layer, q_TNH, self.config.num_kv_heads, picks)
         else:
             out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        if isinstance(rows, DecodeRows):
+            out_BNH = rows.attend(layer, q_TNH, self.config.num_kv_heads, picks)
+            if not others:
+                return out_BNH
+            out_TNH[rows.tokens_B] = out_BNH
         for span, where in others:
             attention = self.attention(layer, q_TNH[where], span.tokens.start)
             if isinstance(span, PassingSpan):

@@ -1,5 +1,5 @@
-"""Attention of the sequences of a generation step on a GPU, with Triton kernels. Same interface as
-`baton.modeling.forward.decode_rows.DecodeRows`, for sequences with any number of new tokens.
+"""Attention of the sequences of a generation step on a GPU, with Triton kernels. Sequences may have any number of new
+tokens, in contrast to `baton.modeling.forward.decode_rows.DecodeRows`.
 
 Keys are in pages. Each layer needs one kernel launch to append all new keys and values, one or two launches for the
 attention of sequences with few new tokens, and one launch for the attention of all other sequences. The number of

@@ -123,7 +123,7 @@ def check_infinigen() -> None:
     with as_on_a_gpu():
         decoder = fetching.on_gpu(random_decoder(num_layers=4), device)
         policy = fetching.policy(decoder, 2)
-        with harness(decoder=decoder, policy=policy, max_slot_tokens=64, max_batched_tokens=24) as made:  # type: ignore[arg-type]
+        with harness(decoder=decoder, policy=policy, max_slot_tokens=64, max_batched_tokens=24) as made:
             compiled = compiled_keys(decoder, made.slots.memory.residency, 64, runs=True)
             with launching_by(recorder):
                 for length in (40, 19, 5):

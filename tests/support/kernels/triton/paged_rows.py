@@ -56,7 +56,7 @@ def check_rows(
             tail = TokenRange(length - num_new, length)
             got = torch.cat([kv for _, kv in row.spans(layer, tail)])
             assert torch.equal(got, torch.cat([kv for _, kv in other.spans(layer, tail)]))
-        found_BNH, expected_BNH = (each.attend(layer, q_TNH, 2)[theirs.tokens_B] for each in (ours, theirs))
+        found_BNH, expected_BNH = ours.attend(layer, q_TNH, 2)[theirs.tokens_B], theirs.attend(layer, q_TNH, 2)
         torch.testing.assert_close(found_BNH, expected_BNH, atol=TOLERANCE, rtol=TOLERANCE)
     if has_picks:
         for index, buffer in enumerate(buffers):
