@@ -226,24 +226,26 @@ def test_steps_take_the_time_that_others_measured(
 
 
 @pytest.mark.parametrize(
-    ("name", "num_cores", "available_gib", "settings", "num_slots"),
+    ("name", "here", "settings", "num_slots"),
     [
-        pytest.param("135M", 2, 24, {}, 32, id="slow-cores"),
-        pytest.param("135M", 8, 24, {}, 64, id="fast-cores"),
-        pytest.param("135M", 192, 1024, {}, 64, id="several-nodes"),
-        pytest.param("135M", 2, 3.2, {}, 16, id="memory-for-weights"),
-        pytest.param("135M", 2, 24, {"kv_memory_bytes": GIB}, 16, id="little-kv"),
-        pytest.param("135M", 2, 24, {"residency": "host"}, 16, id="memory-for-each-slot"),
-        pytest.param("135M", 2, 24, {"device_memory_bytes": GIB}, 16, id="limited-device"),
-        pytest.param("135M", 2, 24, {"speculation": "snapkv"}, 16, id="drafts-that-select-keys"),
-        pytest.param("135M", 2, 24, {"num_slots": 5}, 5, id="configured"),
-        pytest.param("8B", 2, 64, {}, 16, id="slow-steps"),
+        pytest.param("135M", (2, 24), {}, 32, id="slow-cores"),
+        pytest.param("135M", (8, 24), {}, 64, id="fast-cores"),
+        pytest.param("135M", (192, 1024), {}, 64, id="several-nodes"),
+        pytest.param("135M", (2, 3.2), {}, 16, id="memory-for-weights"),
+        pytest.param("135M", (2, 24), {"kv_memory_bytes": GIB}, 16, id="little-kv"),
+        pytest.param("135M", (2, 24), {"residency": "host"}, 16, id="memory-for-each-slot"),
+        pytest.param("135M", (2, 24), {"device_memory_bytes": GIB}, 16, id="limited-device"),
+        pytest.param("135M", (2, 24), {"speculation": "snapkv"}, 16, id="drafts-that-select-keys"),
+        pytest.param("135M", (2, 24), {"num_slots": 5}, 5, id="configured"),
+        pytest.param("8B", (2, 64), {}, 16, id="slow-steps"),
     ],
 )
 def test_engines_have_as_many_slots_as_memory_and_the_time_of_a_step_permit(
-    tmp_path: Path, name: str, num_cores: int, available_gib: float, settings: dict[str, Any], num_slots: int
+    tmp_path: Path, name: str, here: tuple[int, float], settings: dict[str, Any], num_slots: int
 ) -> None:
+    """`here`: number of cores, and GiB of free memory."""
+    num_cores, free_gib = here
     keep(BANDWIDTHS[num_cores])
-    here = machine(SERVERS[num_cores], tmp_path / "sys", available_bytes=int(available_gib * GIB))
-    plan = arrange(WrittenConfig({"generate": settings}), model_of(tmp_path, name), here)
+    found = machine(SERVERS[num_cores], tmp_path / "sys", available_bytes=int(free_gib * GIB))
+    plan = arrange(WrittenConfig({"generate": settings}), model_of(tmp_path, name), found)
     assert plan.config.generate.num_slots == num_slots
