@@ -50,8 +50,8 @@ class Spans(NamedTuple):
     firsts: Any
 
 
-class Block(NamedTuple):
-    """Block of queries of one sequence, and the keys to which the queries attend."""
+class QueryBlock(NamedTuple):
+    """QueryBlock of queries of one sequence, and the keys to which the queries attend."""
 
     pages: Pages
     table: Any
@@ -67,7 +67,7 @@ class Block(NamedTuple):
 
 
 @triton.jit
-def loaded(block: Block, place: tl.tensor, is_masked: tl.constexpr, shape: tl.constexpr) -> tl.tuple:
+def loaded(block: QueryBlock, place: tl.tensor, is_masked: tl.constexpr, shape: tl.constexpr) -> tl.tuple:
     """Load the keys and values of one tile, each `[S, H]`. `place` is the index of the tile's first key in its
     sequence. Keys to which no query of the block attends are replaced by zeros if `is_masked` is set."""
     key_S = place + tl.arange(0, shape.tile_keys)
@@ -98,7 +98,9 @@ def loaded(block: Block, place: tl.tensor, is_masked: tl.constexpr, shape: tl.co
 
 
 @triton.jit
-def attended(block: Block, place: tl.tensor, state: tl.tuple, is_masked: tl.constexpr, shape: tl.constexpr) -> tl.tuple:
+def attended(
+    block: QueryBlock, place: tl.tensor, state: tl.tuple, is_masked: tl.constexpr, shape: tl.constexpr
+) -> tl.tuple:
     """Attend to one tile of keys, and return the updated state of the online softmax: the largest scores, the totals of
     weights and the weighted sums. `place` is the index of the tile's first key in its sequence. If `is_masked` is
     False, all queries attend to all keys of the tile."""
@@ -146,7 +148,7 @@ def attend_span(inputs: Inputs, spans: Spans, o: tl.tensor, shape: tl.constexpr)
         clear_from = tl.cdiv(tl.maximum(last_position - shape.window + 1, 0), shape.tile_keys) * shape.tile_keys
         clear_from = tl.minimum(clear_from, clear_to)
     table = spans.table + row.to(tl.int64) * spans.table_stride
-    block = Block(pages, table, kv_head, q_MH, before + index_M // shape.group, begin, last_position + 1)
+    block = QueryBlock(pages, table, kv_head, q_MH, before + index_M // shape.group, begin, last_position + 1)
     state = begun(shape.tile_rows, shape.head_pad)
     if shape.window > 0:
         for place in range(begin // shape.tile_keys * shape.tile_keys, clear_from, shape.tile_keys):
