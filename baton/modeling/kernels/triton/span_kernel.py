@@ -51,7 +51,7 @@ class Spans(NamedTuple):
 
 
 class QueryBlock(NamedTuple):
-    """QueryBlock of queries of one sequence, and the keys to which the queries attend."""
+    """Block of queries of one sequence, and the keys to which the queries attend."""
 
     pages: Pages
     table: Any
