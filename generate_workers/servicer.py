@@ -225,7 +225,7 @@ class GenerationServer:
         port = bind(server, place.host)
         slots = SlotTable(memory, clock, endpoint=join_address(place.host, port))
         speculation = make_speculation(model, slots, config)  # may raise, so it runs before the store is opened
-        await asyncio.to_thread(compile_steps, decoder, memory.residency, config.max_slot_tokens)
+        await asyncio.to_thread(compile_steps, decoder, memory.residency, config)
         decode_steps = await asyncio.to_thread(make_device_steps, decoder, memory.residency, config, clock)
         prefixes = None if prefix_place is None else GroupPrefixes(prefix_place, slots, secret)
         reclaim = prefixes.saver.give_up if prefixes is not None else None

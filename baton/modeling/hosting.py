@@ -90,9 +90,9 @@ class LoadedModel:
             device = make_device(place.device, LinkRate(place.link or math.inf, place.link_latency_s))
             formats = {"dtype": place.dtype, "weights": place.weights}
             with _half_of(num_threads):
-                self._decoder = load_decoder(place.model_folder, **formats, device=device, shared=True)
-            self._source = source
-            prepare_kernels(self._decoder)
+                decoder = load_decoder(place.model_folder, **formats, device=device, shared=True)
+            prepare_kernels(decoder)
+            self._decoder, self._source = decoder, source
         return self._decoder
 
 

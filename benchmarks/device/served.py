@@ -159,7 +159,7 @@ def running_engine(decoder: Decoder, config: EngineConfig) -> Iterator[LoggedEng
     model = ServedModel(decoder, tokenizer)
     scheduling_policy = ChunkedPrefillPolicy.of(config, model)
     running = RunningRows(slots, scheduling_policy, make_speculation(model, slots, config))
-    compile_steps(decoder, memory.residency, config.max_slot_tokens)
+    compile_steps(decoder, memory.residency, config)
     decode_steps = make_device_steps(decoder, memory.residency, config, clock)
     engine = LoggedEngine(model, running, config, decode_steps=decode_steps)
     engine.start()

@@ -54,6 +54,19 @@ def test_wide_tiles_take_the_shared_memory_that_they_are_chosen_by(run: Run, dty
     assert max(each.shared_bytes for each in found) <= H100_SHARED_BYTES
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [
+        (torch.bfloat16, 128),
+        pytest.param(torch.bfloat16, 256, marks=pytest.mark.ci),
+        pytest.param(torch.float32, 128, marks=pytest.mark.ci),
+    ],
+)
+def test_default_tiles_fit_on_small_gpus_with_pages_of_whole_tiles(run: Run, dtype: torch.dtype, head_dim: int) -> None:
+    found = run(compiling.compiled_wide, dtype, head_dim, None)
+    assert max(each.shared_bytes for each in found) <= SHARED_BYTES, found
+
+
 @pytest.mark.parametrize("shared_bytes", [None, H100_SHARED_BYTES])
 @pytest.mark.parametrize("window", [None, pytest.param(4096, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("head_dim", [128, pytest.param(64, marks=pytest.mark.nightly)])

@@ -20,6 +20,7 @@ from baton.modeling.kv.pages import PageSpan
 from baton.sampling_params import SamplingParams
 from baton.types import SlotId, TokenRange
 from generate_workers.compiling import compile_steps
+from generate_workers.config import EngineConfig
 from generate_workers.residency.paged import PagedResidency
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.speculation.streaming_view import NarrowSpan
@@ -53,7 +54,7 @@ def compiled_keys(decoder: Decoder, residency: Residency, max_tokens: int, *, ru
     recorder = Recorder(runs=runs)
     with launching_by(recorder):
         compile_decoder(decoder)
-        compile_steps(decoder, residency, max_tokens)
+        compile_steps(decoder, residency, EngineConfig(max_slot_tokens=max_tokens))
     return recorder.keys
 
 
@@ -105,7 +106,10 @@ def check_engine(window: int | None, options: dict[str, Any]) -> None:
         "policy": "device",
     } | options
     with as_on_a_gpu(), harness(decoder=decoder_for(SHORT, window), **sizes) as made:
-        compiled = compiled_keys(made.decoder, made.slots.memory.residency, SHORT)
+        residency, ledger = made.slots.memory.residency, made.slots.ledger()
+        compiled = compiled_keys(made.decoder, residency, SHORT)
+        assert made.slots.ledger() == ledger
+        assert not isinstance(residency, PagedResidency) or residency.pool.num_taken == 0, "pages were left behind"
         with launching_by(recorder):
             for length in LENGTHS:
                 made.submit(prompt(length), GREEDY)
