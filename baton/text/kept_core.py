@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 """Files of a model's folder that determine the core."""
 _FORMAT = 1
-"""Number of the way in which cores are made and kept. Cores with another number are not used."""
+"""Version of the kept cores. Cores of other versions are not used."""
 
 
 def load_core(folder: Path) -> CoreTokenizer:

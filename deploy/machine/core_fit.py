@@ -78,7 +78,7 @@ def _num_slots(plan: ClusterPlan, pools: PoolPlan, step: WorkCost, available_byt
     all workers.
 
     If the engines reserve memory for each slot, the configured number is returned. They do so with residencies other
-    than `device`, with a draft model, and for drafts that select keys.
+    than `device`, with limited device memory, with a draft model, and for drafts that select keys.
     """
     generate = plan.config.generate
     reserves = generate.speculation not in ("auto", "off", "ngram", "streaming")

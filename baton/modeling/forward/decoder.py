@@ -255,11 +255,11 @@ class Decoder:
         step, others = self._begin_ragged(spans, most_queries if self._has_no_windows else 1)
         assert picks is None or (step.rows is not None and not others and most_queries == 1), "only rows pick keys"
         hidden_TD = self.embed(token_ids, step)
+        results_R = None if results is None else torch.tensor(results, dtype=torch.int64, device=hidden_TD.device)
         fused = self.fused if turns is None else None
         if fused is not None and isinstance(step.rows, DecodeRows) and fused.fit(step.rows, len(hidden_TD)):
             hidden_TD = fused.run(hidden_TD, step.positions, step.rows, picks)
-            return hidden_TD if results is None else hidden_TD[list(results)]
-        results_R = None if results is None else torch.tensor(results, dtype=torch.int64, device=hidden_TD.device)
+            return hidden_TD if results_R is None else hidden_TD[results_R]
         for layer in range(self.config.num_layers):
             if turns is not None:
                 turns.begin(layer, hidden_TD)

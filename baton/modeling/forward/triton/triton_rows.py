@@ -57,6 +57,7 @@ class TritonRows:
         if pool.few is not None:
             seen = SeenKeys(window=window, unseen_B2=pool.unseen_B2)
             if picks is not None:
+                assert pool.few.most_queries == 1, "keys are selected for sequences with one new token"
                 seen = SeenKeys(picks=(picks.keys_BGK, picks.num_BG))
             decode_attention(q_TNH, pages_PS2GH, pool.few, seen, o_TNH=o_TNH)
         if pool.many is not None:

@@ -35,12 +35,14 @@ NOTHING: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("name", "value"), NOTHING)
 def test_what_asks_for_nothing_or_only_hints_is_taken(name: str, value: Any) -> None:
     body = CompletionBody.model_validate({"prompt": "Hi", name: value})
+    assert name in (body.model_extra or {}), "no field of the path reads it"
     refuse_unsupported(body, adds_special_tokens=True)
 
 
 @pytest.mark.parametrize("value", [0, False])
 def test_logprobs_of_no_tokens_change_no_response(value: object) -> None:
     body = ResponsesBody.model_validate({"input": "Hi", "logprobs": value})
+    assert "logprobs" in (body.model_extra or {}), "no field of the path reads it"
     refuse_unsupported(body, adds_special_tokens=False)
 
 
