@@ -17,7 +17,7 @@ from baton.sampling_params import SamplingParams
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.engines.generation import prompt, reference_ids
-from tests.support.engines.prefixes import blocks_in, file_bytes, prefix_folder
+from tests.support.engines.prefixes import file_bytes, prefix_folder, sealed_blocks_in
 from tests.support.models.tiny_models import random_decoder
 
 pytestmark = pytest.mark.integration
@@ -39,7 +39,7 @@ async def ask(made: BareCluster, ids: tuple[int, ...]) -> int:
 
 def vandalize(folder: Path, rng: random.Random) -> None:
     """Somebody who is not asked to: a block disappears, or loses its end."""
-    names = sorted(name for name in blocks_in(folder) if not name.startswith("."))
+    names = sorted(sealed_blocks_in(folder))
     if names:
         path = folder / rng.choice(names)
         if rng.random() < 0.5:

@@ -27,8 +27,13 @@ def mapped(folder: Path) -> list[str]:
 
 
 def blocks_in(folder: Path) -> set[str]:
-    """Return the names of all sealed (completely written) blocks, and of unexpected files."""
+    """Return the names of all blocks, sealed (completely written) or not, and of unexpected files."""
     return {each.name for each in folder.iterdir()} - {".lock"}
+
+
+def sealed_blocks_in(folder: Path) -> set[str]:
+    """Return the names of the sealed blocks."""
+    return {name for name in blocks_in(folder) if not name.startswith(".")}
 
 
 @contextmanager

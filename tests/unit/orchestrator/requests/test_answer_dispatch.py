@@ -28,7 +28,7 @@ from tests.support.clusters.deadlines import Deadlines
 from tests.support.clusters.planners import planner_of
 from tests.support.clusters.turns import ask_turn, generate
 from tests.support.engines.generation import prompt, reference_ids
-from tests.support.engines.prefixes import blocks_in, file_bytes
+from tests.support.engines.prefixes import blocks_in, file_bytes, sealed_blocks_in
 from tests.support.engines.slot_tables import is_empty
 from tests.support.eventually import eventually
 from tests.support.models.tiny_models import random_decoder
@@ -196,7 +196,9 @@ async def test_blocks_that_memory_has_no_room_for_come_back_from_disk(
         first = await ask_turn(made, FIRST, PARAMS)
         for seed in range(3):
             await ask_turn(made, prompt(50, seed=20 + seed), PARAMS)
-        on_disk = await eventually(lambda: asyncio.to_thread(blocks_in, disk.folder), lambda names: len(names) == 20)
+        on_disk = await eventually(
+            lambda: asyncio.to_thread(sealed_blocks_in, disk.folder), lambda names: len(names) == 20
+        )
         assert len(blocks_in(folder) & on_disk) == 6
         second = await ask_turn(made, first.then(20, seed=1), PARAMS)
         assert (second.num_cached, second.num_pushed) == (80, 30 if num_ranks else 0)
