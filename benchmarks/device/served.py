@@ -73,8 +73,8 @@ class Step:
     num_bytes: int
     """Number of bytes of weights and KV that the step read."""
     device_s: float
-    """Seconds from copying the step's inputs to the device until its output tokens are read. Measured for steps whose
-    forward pass and sampling run without the host (on a GPU: a replayed CUDA graph). 0 for other steps."""
+    """Seconds in which the engine's thread launched a step whose forward pass and sampling run without the host (on a
+    GPU: a replayed CUDA graph), or waited for the tokens of the step launched before it. 0 for other steps."""
     draft_s: float
     """Seconds spent on speculation: planning drafts, generating them, and updating the drafter with the results."""
     batch_s: float
@@ -104,13 +104,15 @@ class Timed:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
-        if not callable(found):
-            return found
+        return self.timed(found) if callable(found) else found
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls `function` and measures the time of the call."""
 
         def call(*args: Any, **options: Any) -> Any:
             began_s = time.perf_counter()
             try:
-                return found(*args, **options)
+                return function(*args, **options)
             finally:
                 self._seconds += time.perf_counter() - began_s
 
@@ -122,13 +124,23 @@ class Timed:
         return seconds
 
 
+class TimedSteps(Timed):
+    """Timed wrapper of StepGraphs. The time in which the engine waits for tokens counts, too."""
+
+    def launch(self, rows: Any) -> Any:
+        """Launch a step, and return its tokens."""
+        tokens = self.timed(self._inner.launch)(rows)
+        vars(tokens)["result"] = self.timed(tokens.result)
+        return tokens
+
+
 class LoggedEngine(GenerationEngine):
     """Generation engine that records the times and sizes of each of its steps."""
 
     def __init__(self, model: ServedModel, running: RunningRows, config: EngineConfig, *, decode_steps: Any) -> None:
         self._batching: Any = Timed(running.scheduling_policy)
         self._drafting: Any = Timed(running.speculation)
-        self._on_device = Timed(decode_steps)
+        self._on_device = TimedSteps(decode_steps)
         device_steps: Any = None if decode_steps is None else self._on_device
         running.scheduling_policy = self._batching
         if running.speculation is not None:
@@ -138,11 +150,11 @@ class LoggedEngine(GenerationEngine):
 
     def step(self) -> None:
         """Run one engine step, and record it if the engine had work."""
-        num_steps, began_s = self._num_steps, time.perf_counter()
+        before, began_s = self._pipeline.last_step, time.perf_counter()
         super().step()
-        took_s, last = time.perf_counter() - began_s, self._last_step
+        took_s, last = time.perf_counter() - began_s, self._pipeline.last_step
         parts = self._on_device.take(), self._drafting.take(), self._batching.take()
-        if self._num_steps > num_steps and last is not None:
+        if last is not None and last is not before:
             numbers = last.num_decode_rows, last.num_prefill_tokens, last.num_drafts, last.num_bytes
             self.log.append(Step(began_s, took_s, *numbers, *parts))
 

@@ -17,14 +17,14 @@ threads share.
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 
 from baton.errors import InvalidArgumentError, LeaseError, NotFiniteError, ResourceExhaustedError
 from baton.modeling.forward.drawing import NO_TOKEN
 from baton.modeling.forward.step_graphs import StepGraphs
-from baton.process.crash_notes import ComputedNow
 from baton.process.thread_names import show_thread_name
 from baton.process.turn_watch import TurnWatch
 from baton.text.grammars import Grammars
@@ -32,12 +32,13 @@ from baton.text.token_masks import ChoiceMasks
 from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent
 from generate_workers.config import EngineConfig
 from generate_workers.engine.model_runner import ModelRunner
+from generate_workers.engine.pipeline import StepPipeline
 from generate_workers.engine.preemption import RunningRows
 from generate_workers.engine.request_queue import RequestQueue
 from generate_workers.engine.rows import EngineStream, EventSink, GenerationRequest, Row, RowEndHook, StreamId
 from generate_workers.engine.scheduling_policy import StepPlan
 from generate_workers.engine.served_model import ServedModel
-from generate_workers.engine.status import EngineStatus, StepStats
+from generate_workers.engine.status import EngineStatus
 from generate_workers.residency.port import Residency, RowError
 from generate_workers.slots.leases import BatchSlot
 
@@ -59,7 +60,7 @@ class GenerationEngine:
     ) -> None:
         """Make an engine, which owns `running` from now on. `running` must have no sequences yet. `decode_steps` runs
         the steps that it supports entirely on the device; None: all steps run through the decoder. `crash_note` is the
-        path of a file into which the engine writes the requests of the running step, so that they are known after a
+        path of a file into which the engine writes the requests of the running steps, so that they are known after a
         crash; empty: no such file."""
         slots, decoder, tokenizer = running.slots, model.decoder, model.tokenizer
         self.residency: Residency = slots.memory.residency
@@ -69,7 +70,6 @@ class GenerationEngine:
         self._tokenizer = tokenizer
         self._slots = slots
         self._clock = slots.clock
-        self._is_maximal = config.acceptance == "maximal"
         self._max_tokens = min(slots.max_slot_tokens, decoder.config.max_position)
         self._grammars = Grammars(tokenizer.to_json, decoder.config.eos_token_ids)
         self._queue = RequestQueue(config.max_waiting, slots)
@@ -77,14 +77,13 @@ class GenerationEngine:
         # Used only by the engine's thread:
         self._running = running
         self._runner = ModelRunner(decoder, self.residency, decode_steps)
+        is_maximal = config.acceptance == "maximal"
+        self._pipeline = StepPipeline(self._runner, running, self._accept, crash_note=crash_note, is_maximal=is_maximal)
         self._cost = model.step_cost
         self._cost.replays = self._runner.replays
-        self._computed = ComputedNow(crash_note)
         self._waiting: deque[EngineStream] = deque()
         self._leased: dict[StreamId, EngineStream] = {}
-        self._num_steps = 0
         self._num_not_finite = 0
-        self._last_step: StepStats | None = None
 
         self._thread = threading.Thread(target=self._run, name="generate-engine", daemon=True)
         self._watch = TurnWatch.over(self._thread, self._clock, config.watchdog_floor_s)
@@ -151,10 +150,10 @@ class GenerationEngine:
             ledger=self._slots.ledger(),
             num_streams=len(self._queue.streams()),
             num_rows=len(running.rows),
-            num_steps=self._num_steps,
+            num_steps=self._pipeline.num_steps,
             num_preemptions=running.num_preemptions,
             num_preempted=len(running.waiting),
-            last_step=self._last_step,
+            last_step=self._pipeline.last_step,
             step_costs=self._cost.learnt,
             speculation=None if self._speculation is None else self._speculation.stats,
             device=self._decoder.device.name,
@@ -171,19 +170,25 @@ class GenerationEngine:
             self._watch.end()
 
     def _watched_step(self) -> None:
-        started_s, name = self._clock.now_s(), f"step {self._num_steps + 1}"
+        started_s, name = self._clock.now_s(), f"step {self._pipeline.num_steps + 1}"
         self._watch.begin(name, 0.0)
         self._take_messages()
         self._slots.expire()
         self._join_committed()
         self._join_waiting()
-        plan = self._running.plan()
+        behind = self._pipeline.behind
+        plan = self._running.plan(ahead=behind is not None)
         self._watch.begin(name, plan.expected_s)
-        ran = self._run_plan(plan) if plan else None
-        if ran is not None:
-            drafted = None if self._speculation is None else self._speculation.stats
-            self._last_step = last = self._runner.stats(ran, self._clock.now_s() - started_s, drafted)
-            self._running.scheduling_policy.took(ran, last.duration_s, is_replayed=last.is_replayed)
+        with self._ending_failed(plan):
+            if not self._pipeline.launch(plan) and behind is None and plan:
+                self._pipeline.run(plan, started_s)
+        if behind is not None:
+            self._read_tokens(behind)
+
+    def _read_tokens(self, plan: StepPlan) -> None:
+        """Accept the tokens of the unread step, which was launched with `plan`."""
+        with self._ending_failed(plan):
+            self._pipeline.read()
 
     def _run(self) -> None:
         show_thread_name()
@@ -199,8 +204,9 @@ class GenerationEngine:
 
     @property
     def _has_rows(self) -> bool:
-        """Return whether the batch has sequences and does not wait for memory. Any thread."""
-        return bool(self._running.rows) and not self._running.is_stalled
+        """Return whether a launched step is unread, or the batch has sequences and does not wait for memory. Any
+        thread."""
+        return self._pipeline.behind is not None or (bool(self._running.rows) and not self._running.is_stalled)
 
     def _await_work(self) -> bool:
         """Wait until the engine has work. Return False when it is closed."""
@@ -243,6 +249,9 @@ class GenerationEngine:
     def _begin_pushed(self, leader: Row) -> None:
         """Start a stream's sequences from pushed KV and the first tokens that arrived with it."""
         rows = [leader, *leader.followers]
+        behind = self._pipeline.behind
+        if leader.followers and behind is not None:  # its sequences must not end before shared pages are copied
+            self._read_tokens(behind)
         try:
             self._running.fork(leader)
         except Exception as error:
@@ -298,32 +307,19 @@ class GenerationEngine:
         self._running.add(rows)
         return rows[0]
 
-    def _run_plan(self, plan: StepPlan) -> StepPlan | None:
-        """Run the plan and accept the tokens that its sequences sample. Return the plan as it ran. Return None if the
-        step failed; the affected streams have then ended with an error."""
-        self._num_steps += 1
+    @contextmanager
+    def _ending_failed(self, plan: StepPlan) -> Iterator[None]:
+        """If the block raises an error, log it, and end the streams of the sequence that caused it, or of all sequences
+        of the plan, with this error."""
         running = self._running
-        leaders = [running.rows[span.slot] for span in plan.spans if span.samples]
         try:
-            self._computed.set(running.watched_in(plan))
-            self._runner.begin()
-            drafts = {} if self._speculation is None else self._speculation.draft(plan, running.rows)
-            verified = self._runner.run(plan, running.rows, drafts)
-            running.ran(plan)
-            for leader in leaders:
-                running.fork(leader)
-            for row, token, drafted, goes_on in verified.accept(is_maximal=self._is_maximal):
-                self._accept(row, token, drafted, goes_on)
-            return plan if self._speculation is None else self._speculation.observe(plan, drafts, verified)
+            yield
         except Exception as error:
             logger.exception("a step of %d rows failed", len(plan.spans))
             self._num_not_finite += isinstance(error.__cause__, NotFiniteError)
             failed = [error.slot] if isinstance(error, RowError) else [span.slot for span in plan.spans]
             for stream in {running.rows[slot].stream: None for slot in failed if slot in running.rows}:
                 self._end(stream, FinishReason.ERROR, _one_line(error))
-            return None
-        finally:
-            self._computed.set(())
 
     def _accept(self, row: Row, token: SampledToken, drafts: DraftRound | None = None, goes_on: bool = False) -> None:
         """Accept a sequence's next token and emit its event. For the last token, the slot is freed or handed over
@@ -383,6 +379,8 @@ class GenerationEngine:
     def _end_all(self) -> None:
         """End every open stream. The engine is closed, so no stream can be added meanwhile."""
         self._take_messages()
+        if (behind := self._pipeline.behind) is not None:
+            self._read_tokens(behind)
         for stream in self._queue.streams():
             try:
                 self._end(stream, FinishReason.ERROR, self._queue.close_reason)

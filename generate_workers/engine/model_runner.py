@@ -8,6 +8,7 @@ Shape suffixes: X tokens whose hidden states are computed to the end, D hidden s
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,20 +16,33 @@ from torch import Tensor
 from baton.errors import InvalidArgumentError, NotFiniteError
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.sampling import score
-from baton.modeling.forward.step_graphs import DecodeRow, StepGraphs
+from baton.modeling.forward.step_graphs import DecodeRow, PendingTokens, StepGraphs
 from baton.modeling.forward.weight_sizes import step_reads
 from baton.modeling.kv.pages import PageSpan
 from baton.types import SlotId, TokenRange
 from generate_workers.engine.rows import Row
-from generate_workers.engine.scheduling_policy import StepPlan
+from generate_workers.engine.scheduling_policy import RowSpan, StepPlan
 from generate_workers.engine.speculation import SpeculationStats
 from generate_workers.engine.status import StepStats
 from generate_workers.engine.verified import NO_DRAFT, Draft, Drafts, Verified
-from generate_workers.residency.port import Residency, RowError, StepKv
+from generate_workers.residency.port import Residency, RowError
 
 _SCORED_TOKENS = 64
 """Number of prompt tokens whose logits are computed at once for prompt logprobs. The logits of one token need 4 bytes
 for each token of the vocabulary."""
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """Step that was launched on the device, and whose tokens the host has not read yet."""
+
+    plan: StepPlan
+    places: Mapping[Row, int]
+    """Index of each sequence in the step."""
+    tokens: PendingTokens
+    """Next token of each sequence."""
+    num_kv_bytes: int
+    """Bytes of KV that attention reads."""
 
 
 class ModelRunner:
@@ -50,8 +64,6 @@ class ModelRunner:
         """Number of drafts that the last step verified."""
         self._num_tokens = 0
         """Number of tokens that the last step ran."""
-        self._is_replayed = False
-        """True if the last step replayed a CUDA graph."""
 
     @property
     def replays(self) -> bool:
@@ -64,8 +76,8 @@ class ModelRunner:
         self._num_link_bytes = self._residency.num_link_bytes
 
     def stats(self, plan: StepPlan, duration_s: float, drafted: SpeculationStats | None = None) -> StepStats:
-        """Return the statistics of the last step, which ran `plan` and took `duration_s` seconds. `drafted` has the
-        statistics of the drafts that the step verified; None: there were no drafts."""
+        """Return the statistics of the last step that `run` ran, with `plan`, which took `duration_s` seconds.
+        `drafted` has the statistics of the drafts that the step verified; None: there were no drafts."""
         round = drafted or SpeculationStats()
         return StepStats(
             num_decode_rows=plan.decoding.num_rows,
@@ -77,8 +89,35 @@ class ModelRunner:
             num_drafts=self._num_drafts,
             num_draft_kv_bytes=round.num_draft_kv_bytes,
             predicted_s=round.predicted_s if self._num_drafts else 0.0,
-            is_replayed=self._is_replayed,
         )
+
+    def launched_stats(self, step: LaunchedStep, duration_s: float) -> StepStats:
+        """Return the statistics of a launched step, which took `duration_s` seconds."""
+        num_rows = len(step.places)
+        num_bytes = step.num_kv_bytes, self._reads.of(num_rows)
+        return StepStats(num_rows, 0, duration_s, *num_bytes, num_link_bytes=0, is_replayed=self.replays)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, rows: Mapping[SlotId, Row], behind: LaunchedStep | None) -> LaunchedStep | None:
+        """Launch a step that runs entirely on the device, and do not wait for it. `behind`: the step before, if its
+        tokens have not been read; else None. `rows` has the sequences by slot. Return None, and run nothing, if the
+        plan is empty, has drafts, or needs the host."""
+        if self._decode_steps is None or plan.is_launched or not plan:
+            return None
+        planned = [rows[span.slot] for span in plan.spans]
+        if not all(map(_needs_no_host, planned, plan.spans)):
+            return None
+        draws = [row.sampler.row_draw(row.num_unread) for row in planned]
+        places = {} if behind is None else behind.places
+        with self._residency.step([(span.slot, span.tokens) for span in plan.spans]) as step:
+            decoding = []
+            for row, part, span, draw in zip(planned, plan.spans, step.spans, draws, strict=True):
+                if not isinstance(span, PageSpan) or draw is None:
+                    return None
+                token_id, source = (0, places[row]) if row.num_unread else (row.token_ids[-1], -1)
+                decoding.append(DecodeRow(token_id, span.pages.table, part.tokens.end, draw, source))
+            tokens = self._decode_steps.launch(decoding)
+        return LaunchedStep(plan, {row: place for place, row in enumerate(planned)}, tokens, step.num_bytes_read)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts) -> Verified:
@@ -105,30 +144,17 @@ class ModelRunner:
         needs_all = scores or len(places) == len(token_ids)
         most_queries = 1 + max(map(len, drafts.values()), default=0)
         with self._residency.step(spans) as step:
-            chosen_R, hidden_XD = [] if drafts else self._draw(plan, rows, step), None
-            self._is_replayed = bool(chosen_R) and self.replays
-            if not chosen_R:
-                results = None if needs_all else places
-                hidden_XD = self._decoder.forward(
-                    token_ids, step.spans, step.turns, most_queries=most_queries, results=results
-                )
+            results = None if needs_all else places
+            hidden_XD = self._decoder.forward(
+                token_ids, step.spans, step.turns, most_queries=most_queries, results=results
+            )
             _settle(plan, rows, drafts)
             self._num_kv_bytes = step.num_bytes_read
-        if hidden_XD is None:
-            return Verified(torch.empty(0), sampling, chosen_R)
         if needs_all:
             for part, start in zip(plan.spans, starts, strict=True):
                 self._score(rows[part.slot], part.tokens, hidden_XD[start:])
             hidden_XD = hidden_XD[places]
         return Verified(self._decoder.logits(hidden_XD) if places else hidden_XD[:0], sampling)
-
-    def _draw(self, plan: StepPlan, rows: Mapping[SlotId, Row], step: StepKv) -> list[int]:
-        """Run a plan without drafts by `decode_steps`, and return its sequences' next tokens. Return an empty list,
-        and run nothing, if `decode_steps` does not support the plan."""
-        if self._decode_steps is None or plan.is_launched:
-            return []
-        decoding = _decode_rows(plan, rows, step)
-        return [] if decoding is None else self._decode_steps.run(decoding)
 
     def _score(self, row: Row, tokens: TokenRange, hidden_XD: Tensor) -> None:
         """Score the prompt's tokens if the request asks for it. `hidden_XD` begins with the hidden states of `tokens`.
@@ -157,16 +183,7 @@ def _settle(plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts) -> None:
                 raise RowError(part.slot, str(error)) from error
 
 
-def _decode_rows(plan: StepPlan, rows: Mapping[SlotId, Row], step: StepKv) -> list[DecodeRow] | None:
-    """Return the sequences of a plan without drafts if each runs only its last known token and samples the next from
-    unmodified logits; else None."""
-    found = []
-    for part, span in zip(plan.spans, step.spans, strict=True):
-        row = rows[part.slot]
-        if len(part.tokens) > 1 or not part.samples or row.followers or len(row.unscored(part.tokens)):
-            return None
-        draw = row.sampler.row_draw()
-        if not isinstance(span, PageSpan) or draw is None:
-            return None
-        found.append(DecodeRow(row.token_ids[part.tokens.start], span.pages.table, part.tokens.end, draw))
-    return found
+def _needs_no_host(row: Row, span: RowSpan) -> bool:
+    """Return True if a sequence runs only its last known token, and samples the next one for itself alone."""
+    is_decoding = len(span.tokens) == 1 and span.samples and not span.num_drafts
+    return is_decoding and not row.followers and not len(row.unscored(span.tokens))

@@ -123,16 +123,21 @@ class RunningRows:
         self._owe()
         return not self.waiting
 
-    def plan(self) -> StepPlan:
+    def plan(self, *, ahead: bool = False) -> StepPlan:
         """Return the plan of the next step, and reserve memory for all its sequences. When memory is short, slots of
-        ended sequences are released first. If this is not enough, the youngest sequences are preempted, one at a
-        time."""
+        ended sequences are released first. If this is not enough, the youngest sequences are preempted, one at a time.
+
+        `ahead`: the tokens of the step before are unread. Sequences whose unread token is their last are left out. The
+        plan is empty when memory is short, because the step before must be read before sequences are preempted."""
         self.is_stalled = False
         while True:
-            plan = self.scheduling_policy.plan(self.rows)
+            rows = {slot: row for slot, row in self.rows.items() if row.num_left} if ahead else self.rows
+            plan = self.scheduling_policy.plan(rows)
             short = self._without_memory(plan)
             if short is None:
                 return plan if self.speculation is None else self.speculation.plan(plan, self.rows)
+            if ahead:
+                return StepPlan(())
             if self.reclaim is not None and self.reclaim():
                 continue
             youngest = max(self.rows.values(), key=_AGE)

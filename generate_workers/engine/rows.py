@@ -171,10 +171,12 @@ class Row:
         """First output token, if the prefill group sampled it and sent it with the KV. Otherwise None."""
         self.capacity_tokens = len(batch_slot.row.tokens)
         self.token_ids = [*request.prompt_ids, *request.output_ids]
-        """All known tokens of the sequence, prompt and output."""
+        """All tokens of the sequence that the host has read, prompt and output."""
         self.num_cached = batch_slot.num_cached
         """Number of the sequence's first tokens whose KV is complete."""
         masks = None if stream.masks is None else stream.masks.result()[choice]
+        self.num_unread = 0
+        """Number of output tokens that launched steps sample, and that the host has not read yet."""
         self.sampler = SamplerState(
             params, request.prompt_ids, request.output_ids, eos_token_ids=config.eos_token_ids, masks=masks
         )
@@ -202,12 +204,12 @@ class Row:
 
     @property
     def num_known(self) -> int:
-        """Number of known tokens, prompt and output together."""
-        return len(self.token_ids)
+        """Number of known tokens, prompt and output together. Unread tokens are included."""
+        return len(self.token_ids) + self.num_unread
 
     @property
     def num_output(self) -> int:
-        """Number of known output tokens, including tokens of earlier attempts."""
+        """Number of output tokens that the host has read, including tokens of earlier attempts."""
         return self.sampler.position
 
     @property
@@ -219,8 +221,10 @@ class Row:
 
     @property
     def num_left(self) -> int:
-        """Maximum number of further output tokens. The limits are `max_tokens` and the size of the slot."""
-        return min(self.sampler.params.max_tokens - self.sampler.position, self._max_tokens - self.num_known + 1)
+        """Maximum number of further output tokens, after the unread ones. The limits are `max_tokens` and the size of
+        the slot."""
+        num_output = self.sampler.position + self.num_unread
+        return min(self.sampler.params.max_tokens - num_output, self._max_tokens - self.num_known + 1)
 
     @property
     def age(self) -> tuple[StreamId, int]:

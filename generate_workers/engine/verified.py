@@ -6,8 +6,7 @@
 - Maximal (`baton.modeling.forward.speculative_sampling`): accepts as many drafts as possible without
   changing the distribution of tokens. The text for a given seed depends on the drafts.
 
-`engine.model_runner` computes the logits. If no sequence has drafts, the step itself may sample the tokens. The engine
-accepts each token before the next one is sampled.
+`engine.model_runner` computes the logits. The engine accepts each token before the next one is sampled.
 
 Shape suffixes: R rows of logits, V vocabulary.
 """
@@ -54,12 +53,8 @@ class Verified:
     logits_RV: Tensor
     """Logits in fp32. A sequence has one row for its last known token, and one row for each of its drafts."""
     rows: Sequence[tuple[Row, Draft, int]]
-    """Tuples (sequence, draft of the sequence, index in `logits_RV` of the sequence's first row). If `chosen_R` is set,
-    the index is an index in `chosen_R`. A follower (further choice of a request) has the index of its leader, the first
-    choice, because both sample from the same logits."""
-    chosen_R: Sequence[int] = ()
-    """Next token of each sequence, if the step itself has sampled it. In this case `logits_RV` is empty and no sequence
-    has drafts."""
+    """Tuples (sequence, draft of the sequence, index in `logits_RV` of the sequence's first row). A follower (further
+    choice of a request) has the index of its leader, the first choice, because both sample from the same logits."""
     num_accepted: dict[SlotId, tuple[Row, int]] = field(default_factory=dict)
     """Pairs (sequence, number of its accepted drafts), by slot, for the sequences that had drafts. Complete when the
     iterator of `accept` has ended."""
@@ -95,8 +90,6 @@ class Verified:
 
     def _coupled(self, rows: Sequence[tuple[Row, Draft, int]], index: int) -> dict[Row, tuple[SampledToken, bool]]:
         """Sample each sequence's next token. Return, by sequence, the token and whether it equals the draft."""
-        if self.chosen_R:
-            return {row: (SampledToken(self.chosen_R[place]), False) for row, _, place in rows}
         places = [first + index for *_, first in rows]
         are_all = places == list(range(len(self.logits_RV)))
         logits_BV = self.logits_RV if are_all else self.logits_RV[places]  # a copy: sampling changes them

@@ -151,7 +151,7 @@ class SlotReader:
     any thread, by one thread at a time."""
 
     def __init__(
-        self, claim: SlotClaim, check: Callable[[LeaseRef], object], leave: Callable[[SlotClaim], None]
+        self, claim: SlotClaim, check: Callable[[LeaseRef], object], leave: Callable[[Sequence[SlotClaim]], None]
     ) -> None:
         self._claim = claim
         self._check = check
@@ -183,4 +183,4 @@ class SlotReader:
         becomes free. Idempotent."""
         if self._is_inside:
             self._is_inside = False
-            self._leave(self._claim)
+            self._leave([self._claim])

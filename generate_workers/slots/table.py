@@ -119,7 +119,7 @@ class SlotTable:
         try:
             yield self._writer(claim)
         finally:
-            self._leave(claim)
+            self.leave([claim])
 
     async def commit(self, ref: LeaseRef, firsts: Sequence[SampledToken], wait_s: float = math.inf) -> int:
         """Wait until all KV of the lease has arrived, then commit the lease with the first token of each choice. Return
@@ -209,7 +209,23 @@ class SlotTable:
             slot = self._claims.active(ref)
             assert slot.claim is not None
             slot.num_inside += 1
-            return SlotReader(slot.claim, self.leased_tokens, self._leave)
+            return SlotReader(slot.claim, self.leased_tokens, self.leave)
+
+    def enter(self, refs: Sequence[LeaseRef]) -> list[SlotClaim]:
+        """Count a launched step as a user of active slots, and return their claims. A slot that is released before
+        `leave` is called, and its memory, are given to another sequence only after that call."""
+        with self._lock:
+            slots = [self._claims.active(ref) for ref in refs]
+            for slot in slots:
+                slot.num_inside += 1
+            return [slot.claim for slot in slots if slot.claim is not None]
+
+    def leave(self, claims: Sequence[SlotClaim]) -> None:
+        """End the use of the slots of `claims` by a writer, a reader or a launched step. A slot that was released
+        meanwhile becomes free when its last user leaves it."""
+        with self._changing():
+            for claim in claims:
+                self._claims.changed |= self._slots[claim.ref.slot].leave()
 
     def release(self, ref: LeaseRef) -> None:
         """Free the slot of a sequence that is in the batch or has ended. The sequence must not use the slot's memory
@@ -310,10 +326,6 @@ class SlotTable:
                 self._claims.touch(claim)
                 if claim.is_whole:
                     claim.wake_all()
-            self._claims.changed |= self._slots[claim.ref.slot].leave()
-
-    def _leave(self, claim: SlotClaim) -> None:
-        with self._changing():
             self._claims.changed |= self._slots[claim.ref.slot].leave()
 
     def _missing(self, claim: SlotClaim) -> tuple[int, TokenRange] | None:

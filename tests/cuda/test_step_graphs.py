@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.engines.devices import PoisonedCuda
-from tests.support.kernels.triton import step_engines
+from tests.support.kernels.triton import late_steps, step_engines
 from tests.support.kernels.triton.process import HAS_TRITON, Run
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")]
@@ -53,6 +53,17 @@ def test_prompts_in_fragmented_pages(check: Check, speculation: str) -> None:
 
 def test_rows_begin_with_shared_blocks(check: Check) -> None:
     check(step_engines.check_shared_prefixes)
+
+
+def test_a_token_that_ends_a_sequence_is_read_late(check: Check) -> None:
+    check(late_steps.check_ends)
+
+
+@pytest.mark.parametrize(
+    ("seed", "num_requests"), [(0, 12), *(pytest.param(seed, 30, marks=pytest.mark.nightly) for seed in range(1, 9))]
+)
+def test_pipelined_steps_get_the_tokens_of_serial_ones(check: Check, seed: int, num_requests: int) -> None:
+    check(late_steps.check_walk, seed=seed, num_requests=num_requests)
 
 
 @pytest.mark.skipif(os.environ["BATON_TEST_DEVICE"] == "cuda", reason="takes no kernel")

@@ -162,14 +162,16 @@ class SamplerState:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.position >= self.params.max_tokens else None
 
-    def row_draw(self) -> RowDraw | None:
-        """Return the parameters with which a device can draw the next token from unadjusted logits. None: the device
-        cannot, since the host must adjust the logits before the draw, or report logprobs after it."""
-        forbids = self.position < self.params.min_tokens and self._stop_ids
+    def row_draw(self, num_unread: int = 0) -> RowDraw | None:
+        """Return the parameters with which a device can draw a token from unadjusted logits: the next one, or the one
+        after `num_unread` tokens that were not appended yet. None: the device cannot, since the host must adjust the
+        logits before the draw, or report logprobs after it."""
+        position = self.position + num_unread
+        forbids = position < self.params.min_tokens and self._stop_ids
         is_adjusted = self._seen is not None or self._masks is not None or self.params.logit_bias or forbids
         if is_adjusted or self.params.logprobs is not None:
             return None
-        return RowDraw.of(self.params, self.position)
+        return RowDraw.of(self.params, position)
 
     def adjust(self, logits_V: Tensor) -> None:
         """Apply steps 1 to 3 of the module's docstring in place: penalties, logit bias and forbidden tokens. Ids in

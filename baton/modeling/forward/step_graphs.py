@@ -1,7 +1,8 @@
 """Generation steps that run entirely on a device. KV is in pages, and tokens are drawn on the device without the host.
 
 `StepGraphs` serves those steps of `generate_workers.engine.model_runner` in which all sequences decode one token. The
-host writes the inputs in one copy before the step, and reads the tokens once after it.
+host writes the inputs in one copy before the step, and reads the tokens once after it. It may launch the next step
+before it has read the tokens of this one, because a step finds the tokens of the step before it on the device.
 
 A step is captured in a CUDA graph for each of several batch sizes and for each kind of drawing. Replaying a graph
 launches hundreds of kernels at once. The kernels are those of `baton.modeling.kernels.triton` and, for drawing, those
@@ -31,6 +32,8 @@ from baton.modeling.kv.buffers import BlockTable
 _WARM_UPS = 2
 """Number of warm-up steps before a capture. In these steps kernels are compiled and libraries allocate memory, which is
 not allowed during a capture."""
+_IN_FLIGHT = 2
+"""Maximum number of launched steps whose tokens the host has not read."""
 _LOGIT_BYTES = 100
 """Estimated number of device bytes per logit in a step with filters: copies of the logits from bf16 to float64, noise,
 and sorting."""
@@ -40,7 +43,7 @@ class DecodeRow(NamedTuple):
     """One sequence of a step. The KV of its latest token has not been computed yet."""
 
     token_id: int
-    """Latest token of the sequence."""
+    """Latest token of the sequence. Ignored if `source` is not -1."""
     table: BlockTable
     """Block table of the sequence. It must include a page for the latest token's key. This page must not have another
     owner, such as another sequence."""
@@ -48,6 +51,25 @@ class DecodeRow(NamedTuple):
     """Number of keys of the sequence, including the key of the latest token."""
     draw: RowDraw
     """Parameters for drawing the sequence's next token."""
+    source: int = -1
+    """Index of the sequence among those of the step before, if that step draws the latest token and the host has not
+    read it yet. -1: the host knows the latest token."""
+
+
+class PendingTokens:
+    """Tokens that a launched step draws."""
+
+    def __init__(self, token_ids_B: Tensor, wait: Callable[[], None]) -> None:
+        """`token_ids_B`: host memory to which the step copies its tokens, int64. `wait`: waits until it is done."""
+        self._token_ids_B = token_ids_B
+        self._wait = wait
+
+    def result(self) -> list[int]:
+        """Wait for the step, and return the next token of each of its sequences. Must be called before the second step
+        after this one is launched, because that step uses the same memory."""
+        self._wait()
+        token_ids: list[int] = self._token_ids_B.tolist()
+        return token_ids
 
 
 class StepInputs(NamedTuple):
@@ -60,6 +82,9 @@ class StepInputs(NamedTuple):
     top_p_B: Tensor
     token_ids_B: Tensor
     """Latest token of each sequence, int64."""
+    sources_B: Tensor
+    """Index of each sequence among those of the step before, whose token is then its latest token, int64. -1: the
+    latest token is in `token_ids_B`."""
     temperature_B: Tensor
     lengths_B: Tensor
     """Number of tokens of each sequence, including the latest one, int32."""
@@ -99,6 +124,7 @@ class StepInputs(NamedTuple):
         self.slots_B.fill_(-1)[:num_rows] = pages_B * page_tokens + keys_B % page_tokens
         columns: list[tuple[Tensor, Sequence[float]]] = [
             (self.token_ids_B, [row.token_id for row in rows]),
+            (self.sources_B, [row.source for row in rows]),
             (self.lengths_B, [row.num_keys for row in rows]),
         ]
         if kind != DrawKind.GREEDY:
@@ -111,7 +137,7 @@ class StepInputs(NamedTuple):
 def _fields(num_rows: int, row_pages: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     """Return the dtype and shape of each field of StepInputs. Each field begins at a multiple of 16 bytes."""
     long, double, each = torch.int64, torch.float64, (num_rows,)
-    eight = [(long, each), (long, each), (double, each), (double, each), (long, each)]
+    eight = [(long, each), (long, each), (double, each), (double, each), (long, each), (long, each)]
     four = [(torch.float32, each), (torch.int32, each), (torch.int32, each), (torch.int32, (num_rows + 1,))]
     return [*eight, *four, (torch.int32, (num_rows, alike(row_pages)))]
 
@@ -154,9 +180,14 @@ class StepGraphs:
         """True if steps replay CUDA graphs, and False if their kernels are launched one by one."""
         device, most_rows = pages_LPS2GH.device, max(sizes)
         num_bytes = input_bytes(most_rows, row_pages)
-        self._home = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        is_cuda = device.type == "cuda"
+        self._homes = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(_IN_FLIGHT)]
+        """Inputs in host memory. Steps use them in rotation, because the device may not have copied those of the step
+        before when the host writes the next ones."""
+        self._written = [StepInputs.over(home, most_rows, row_pages) for home in self._homes]
+        self._results = [torch.zeros(most_rows, dtype=torch.int64, pin_memory=is_cuda) for _ in range(_IN_FLIGHT)]
+        self._num_launched = 0
         self._there = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self._written = StepInputs.over(self._home, most_rows, row_pages)
         self._inputs = StepInputs.over(self._there, most_rows, row_pages)
         self._inputs.slots_B.fill_(-1)  # the steps before a capture write no keys
         self._chosen_B = torch.zeros(most_rows, dtype=torch.int64, device=device)
@@ -175,16 +206,30 @@ class StepGraphs:
         return min(size for size in self.sizes if size >= num_rows)
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[DecodeRow]) -> list[int]:
-        """Run one step. Writes the KV of each sequence's latest token to the pages of the sequence, and returns the
-        next tokens. There must be at most as many sequences as the largest entry of `sizes`. Waits for the device once,
-        to read the tokens."""
+    def launch(self, rows: Sequence[DecodeRow]) -> PendingTokens:
+        """Launch one step, and return its tokens, which may not be drawn yet. The step writes the KV of each sequence's
+        latest token to the pages of the sequence. There must be at most as many sequences as the largest entry of
+        `sizes`. Only the step before may still be unread. On a CPU, the step has ended when the method returns."""
         kind = max(row.draw.kind(self._decoder.config.vocab_size) for row in rows)
-        self._written.write(rows, kind)
-        self._there.copy_(self._home, non_blocking=True)  # the host writes it again only after the step's end
-        self._run_by_kind[self.size_for(len(rows)), kind]()
-        token_ids: list[int] = self._chosen_B[: len(rows)].tolist()
-        return token_ids
+        turn, self._num_launched = self._num_launched % _IN_FLIGHT, self._num_launched + 1
+        self._written[turn].write(rows, kind)
+        token_ids_B = self._results[turn][: len(rows)]
+
+        def work() -> None:
+            self._there.copy_(self._homes[turn], non_blocking=True)
+            self._run_by_kind[self.size_for(len(rows)), kind]()
+            token_ids_B.copy_(self._chosen_B[: len(rows)], non_blocking=True)
+
+        return PendingTokens(token_ids_B, self._queue(work))
+
+    def _queue(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Queue work on the device, and return a function that waits until it is done."""
+        work()
+        if not self._there.is_cuda:
+            return lambda: None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event.synchronize
 
     def _rows(self, size: int) -> StepRows:
         """Return the first `size` sequences in the form that kernels take as arguments."""
@@ -196,7 +241,7 @@ class StepGraphs:
     def _step(self, rows: StepRows, kind: DrawKind) -> None:
         decoder, weights = self._decoder, self._decoder.weights
         positions = weights.positions.lookup((rows.lengths_B - 1).clamp(min=0).long())
-        hidden_BD = decoder.enter(self._inputs.token_ids_B[: rows.num_rows], positions)
+        hidden_BD = decoder.enter(self._token_ids(rows.num_rows), positions)
         for layer, pages_PS2GH in enumerate(self._pages_LPS2GH):
             q_BNH, k_BGH, v_BGH = decoder.heads(layer, hidden_BD, positions)
             append_kv(k_BGH, v_BGH, pages_PS2GH, self._inputs.slots_B[: rows.num_rows])
@@ -205,6 +250,13 @@ class StepGraphs:
             hidden_BD = decoder.complete(layer, hidden_BD, attended_BNH)
         draws = self._inputs.draws.first(rows.num_rows)
         self._chosen_B[: rows.num_rows] = choose_tokens(decoder.logits(hidden_BD), draws, kind)
+
+    def _token_ids(self, num_rows: int) -> Tensor:
+        """Return the latest token of each sequence. A sequence whose logits were not finite has no token, and gets
+        token 0: the host ends it."""
+        known_B, sources_B = self._inputs.token_ids_B[:num_rows], self._inputs.sources_B[:num_rows]
+        drawn_B = self._chosen_B[sources_B.clamp(min=0)].clamp(min=0)
+        return torch.where(sources_B < 0, known_B, drawn_B)
 
 
 def _captured(run: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:

@@ -13,7 +13,7 @@ from baton.modeling.device.cuda import CudaDevice
 from baton.modeling.device.emulated import EmulatedDevice
 from baton.modeling.device.port import NO_MEMORY, Device
 from baton.modeling.forward.decoder import Decoder
-from baton.modeling.kv.buffers import TORCH_DTYPES, KvBuffer
+from baton.modeling.kv.buffers import TORCH_DTYPES, HostAccess, KvBuffer
 from baton.modeling.kv.pool_memory import MappedPool, TensorPool
 from baton.modeling.kv.row_memory import PAGE_BYTES, PagedMemory, TensorMemory
 from baton.types import KvLayout, TokenRange
@@ -88,6 +88,20 @@ class PoisonedCuda(CudaDevice):
         return made
 
 
+class PoisonedTensorPool(TensorPool):
+    """Pages as on a GPU. Free pages are filled with NaN."""
+
+    def __init__(
+        self, layout: KvLayout, num_pages: int, page_tokens: int, device: torch.device, access: HostAccess
+    ) -> None:
+        super().__init__(layout, num_pages, page_tokens, device, access)
+        self.data_LPS2GH.fill_(torch.nan)
+
+    def give(self, pages: Sequence[int]) -> None:
+        super().give(pages)
+        self.data_LPS2GH[:, list(pages)] = torch.nan
+
+
 class TensorDevice:
     """CPU device that behaves like a GPU except for its speed: it has tensor memory, a link, and kernels written in
     torch. Implements Device. It does not check addresses. It verifies that memory is used as a GPU requires, on a
@@ -106,9 +120,7 @@ class TensorDevice:
         return PoisonedTensors(layout, max_tokens, self.torch_device, access=self._access)
 
     def pool_memory(self, layout: KvLayout, num_pages: int, page_tokens: int) -> TensorPool:
-        pool = TensorPool(layout, num_pages, page_tokens, self.torch_device, self._access)
-        pool.data_LPS2GH.fill_(torch.nan)
-        return pool
+        return PoisonedTensorPool(layout, num_pages, page_tokens, self.torch_device, self._access)
 
     def home_memory(self, layout: KvLayout, max_tokens: int) -> TensorMemory:
         return PoisonedTensors(layout, max_tokens, self.torch_device)

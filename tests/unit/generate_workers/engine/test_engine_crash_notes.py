@@ -17,7 +17,7 @@ class Noted:
         self.steps: list[tuple[bytes, ...]] = []
         """What was named in each step."""
         self.is_open = False
-        vars(engine)["_computed"] = self
+        vars(engine._pipeline)["_computed"] = self
 
     def set(self, names: tuple[bytes, ...]) -> None:
         if self.is_open:
@@ -73,7 +73,7 @@ def test_a_step_that_fails_leaves_nothing_named(monkeypatch: pytest.MonkeyPatch)
         def fail(*_: object) -> None:
             raise RuntimeError("broken")
 
-        monkeypatch.setattr(made.engine._runner, "run", fail)
+        monkeypatch.setattr(made.engine._pipeline._runner, "run", fail)
         _, collector = made.submit(prompt(8), SamplingParams(max_tokens=1))
         made.run()
         assert "broken" in collector.error

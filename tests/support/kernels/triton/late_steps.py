@@ -1,0 +1,153 @@
+"""Engines whose device is late: a launched step runs only when the host waits for its tokens. Later work of the host
+therefore happens before the step, as on a GPU that is slower than the host. Free pages of KV are poisoned with NaN.
+"""
+
+import contextlib
+import dataclasses
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from baton.errors import ResourceExhaustedError
+from baton.modeling.device.port import Device
+from baton.modeling.forward.step_graphs import StepGraphs
+from baton.modeling.kv.pages import PAGE_TOKENS
+from baton.sampling_params import SamplingParams
+from baton.types import FinishReason
+from generate_workers.engine.rows import StreamId
+from generate_workers.residency.paged import PagedResidency
+from generate_workers.slots.kv_memory import MemoryLimits
+from tests.support.engines.devices import TensorDevice
+from tests.support.engines.generation import Collector, Harness, eos_decoder, prompt, reference_ids
+from tests.support.engines.slot_tables import is_empty
+from tests.support.kernels.triton.step_engines import DRAWN, FILTERED, GREEDY, engine_on
+
+MAX_TOKENS = 192
+
+
+class LateQueue:
+    """Queue of a device: work that was launched, and runs when the host waits for it."""
+
+    def __init__(self) -> None:
+        self.most_waiting = 0
+        """Maximum number of steps that waited at the same time."""
+        self._work = deque[Callable[[], None]]()
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Queue work, and return a function that runs all work up to it."""
+        self._work.append(work)
+        self.most_waiting = max(self.most_waiting, len(self._work))
+
+        def wait() -> None:
+            while work in self._work:
+                self._work.popleft()()
+
+        return wait
+
+
+@contextmanager
+def late_engine(device: Device | None = None, **options: Any) -> Iterator[tuple[Harness, LateQueue]]:
+    """Run an engine on a late device. At the end, check that all pages are free."""
+    with engine_on(device or TensorDevice(), max_slot_tokens=MAX_TOKENS, **options) as (made, _):
+        counted = made.engine._pipeline._runner._decode_steps
+        assert counted is not None
+        steps, queue = vars(counted)["steps"], LateQueue()
+        assert isinstance(steps, StepGraphs)
+        if not steps.captures:  # a GPU is late by itself
+            vars(steps)["_queue"] = queue
+        yield made, queue
+        made.engine.step()
+        assert is_empty(made.slots.ledger())
+        residency = made.slots.memory.residency
+        assert isinstance(residency, PagedResidency) and residency.pool.num_free == residency.pool.num_pages
+
+
+def check_ends(device: Device | None = None) -> None:
+    """Check that a sequence that ends by a token runs in one further step, that its slot is used by others only after
+    that step, and that no event follows its last one."""
+    cpu, ids = eos_decoder(), prompt(9)
+    expected = reference_ids(cpu, ids, dataclasses.replace(DRAWN, max_tokens=12))
+    ending = dataclasses.replace(DRAWN, max_tokens=12, stop_token_ids=(expected[5],))
+    assert expected[5] not in expected[:5]
+    with late_engine(device, num_slots=2) as (made, queue):
+        _, stream = made.submit(ids, ending)
+        _, other = made.submit(prompt(12), dataclasses.replace(GREEDY, max_tokens=12))
+        while not stream.ended.is_set():
+            made.engine.step()
+        _, third = made.submit(prompt(30), FILTERED)
+        assert made.slots.ledger().num_free == 0, "a launched step still uses the slot"
+        made.engine.step()
+        made.run()
+        assert stream.token_ids == expected[:6] and stream.finish is FinishReason.STOP
+        assert other.token_ids == reference_ids(cpu, prompt(12), dataclasses.replace(GREEDY, max_tokens=12))
+        assert third.token_ids == reference_ids(cpu, prompt(30), FILTERED)
+    assert queue.most_waiting in (0, 2), "steps are pipelined"
+
+
+def check_walk(device: Device | None = None, *, seed: int = 0, num_requests: int = 24) -> None:
+    """Check that requests which come, stop, are cancelled, pushed and preempted get the tokens of an engine that reads
+    each step before it launches the next."""
+    cpu = eos_decoder()
+    limits = MemoryLimits(1 << 40, 7 * PAGE_TOKENS * cpu.layout.token_bytes)
+    options: dict[str, Any] = {"limits": limits, "growth_tokens": 8, "max_batched_tokens": 64, "num_slots": 5}
+    with late_engine(device, **options) as (made, queue):
+        walk = _Walk(made, random.Random(seed), num_requests)
+        walk.run()
+        for ids, params, stream in walk.asked:
+            for number in range(params.n):
+                got, mine = stream.choice(number), params.of_choice(number)
+                expected = _stopped(reference_ids(cpu, ids, dataclasses.replace(mine, stop_token_ids=())), params)
+                ended = got.finish is not FinishReason.CANCELLED
+                assert got.token_ids == (expected if ended else expected[: len(got.token_ids)]), (ids, params)
+        assert walk.num_cancelled and walk.num_pushed and made.engine.status().num_preemptions
+    assert queue.most_waiting in (0, 2), "steps are pipelined"
+
+
+def _stopped(token_ids: list[int], params: SamplingParams) -> list[int]:
+    ends = [index for index, token_id in enumerate(token_ids) if token_id in params.stop_token_ids]
+    return token_ids[: ends[0] + 1] if ends else token_ids
+
+
+@dataclasses.dataclass
+class _Walk:
+    made: Harness
+    rng: random.Random
+    num_left: int
+    asked: list[tuple[tuple[int, ...], SamplingParams, Collector]] = dataclasses.field(default_factory=list)
+    open: list[tuple[StreamId, Collector]] = dataclasses.field(default_factory=list)
+    num_cancelled: int = 0
+    num_pushed: int = 0
+
+    def run(self) -> None:
+        """Step the engine until all requests have ended."""
+        while self.num_left or self.open:
+            if self.num_left and len(self.open) < 6 and self.rng.random() < 0.4:
+                self._ask()
+            self.made.engine.step()
+            self.open = [each for each in self.open if not each[1].ended.is_set()]
+            if self.open and self.rng.random() < 0.03:
+                self.num_cancelled += 1
+                self.made.engine.cancel(self.rng.choice(self.open)[0])
+
+    def _ask(self) -> None:
+        rng, self.num_left = self.rng, self.num_left - 1
+        base = rng.choice((GREEDY, DRAWN, FILTERED, dataclasses.replace(DRAWN, presence_penalty=0.5)))
+        params = dataclasses.replace(
+            base,
+            max_tokens=rng.randint(1, 40),
+            seed=rng.randrange(1000),
+            stop_token_ids=tuple(rng.sample(range(95), 4)) if rng.random() < 0.6 else (),
+            n=rng.choice((1, 1, 1, 2)),
+        )
+        ids = prompt(rng.randint(1, 140), rng.randrange(5))
+        ref = None
+        if rng.random() < 0.4:
+            with contextlib.suppress(ResourceExhaustedError):
+                ref = self.made.reserve(len(ids), len(ids) + params.max_tokens, num_choices=params.n).ref
+                self.made.push_and_commit(ref, ids, params)
+                self.num_pushed += 1
+        stream_id, stream = self.made.submit(ids, params, ref=ref)
+        self.asked.append((ids, params, stream))
+        self.open.append((stream_id, stream))
