@@ -56,7 +56,9 @@ class StubDecoder(Decoder):
         self._logits_RV[range(len(next_ids)), next_ids] = 9.0
         self._num_given = 0
 
-    def forward(self, token_ids: Sequence[int], spans: Sequence[SequenceSpan], *args: Any, **options: Any) -> Tensor:
+    def forward(
+        self, token_ids: Sequence[int] | Tensor, spans: Sequence[SequenceSpan], *args: Any, **options: Any
+    ) -> Tensor:
         """Return hidden states of zeros."""
         started_s = time.thread_time()
         num_keys = sum(span.tokens.end for span in spans)

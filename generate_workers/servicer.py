@@ -226,11 +226,11 @@ class GenerationServer:
         slots = SlotTable(memory, clock, endpoint=join_address(place.host, port))
         speculation = make_speculation(model, slots, config)  # may raise, so it runs before the store is opened
         await asyncio.to_thread(compile_steps, decoder, memory.residency, config)
-        decode_steps = await asyncio.to_thread(make_device_steps, decoder, memory.residency, config, clock)
+        device_steps = await asyncio.to_thread(make_device_steps, decoder, memory.residency, config, clock)
         prefixes = None if prefix_place is None else GroupPrefixes(prefix_place, slots, secret)
         reclaim = prefixes.saver.give_up if prefixes is not None else None
         running = RunningRows(slots, ChunkedPrefillPolicy.of(config, model), speculation, reclaim)
-        engine = GenerationEngine(model, running, config, decode_steps=decode_steps, crash_note=place.crash_note)
+        engine = GenerationEngine(model, running, config, device_steps=device_steps, crash_note=place.crash_note)
         servicer = GenerationServicer(engine, decoder.layout, prefixes, model.profile)
         generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicer, server)
         KvReceiverServicer(slots, prefixes.loader if prefixes is not None else None, clock=clock).add_to(server)
@@ -261,8 +261,8 @@ def _speculation_to_proto(stats: SpeculationStats) -> generate_pb2.SpeculationSt
 
 
 def _step_costs_to_proto(costs: LearntCosts) -> generate_pb2.StepCosts:
-    plain, launched = (generate_pb2.WorkCost(**vars(each)) for each in (costs.plain, costs.launched))
-    return generate_pb2.StepCosts(**scalars(generate_pb2.StepCosts, costs), plain=plain, launched=launched)
+    plain, verifying = (generate_pb2.WorkCost(**vars(each)) for each in (costs.plain, costs.verifying))
+    return generate_pb2.StepCosts(**scalars(generate_pb2.StepCosts, costs), plain=plain, verifying=verifying)
 
 
 async def _prefix_store(prefixes: GroupPrefixes) -> common_pb2.PrefixStoreStatus:

@@ -6,10 +6,10 @@ A step lasts
     cost of decoding, of verifying drafts, or of draft steps     one WorkCost (`baton.planning.work_cost`)
     + prefill work * rate                                        the unit of work is the FLOPs of one token
 
-There are two costs of decoding: one for steps that replay a CUDA graph, and one for steps whose kernels are launched
-one by one. Steps that prefill or verify drafts are launched. Both start with a nominal cost
-(`baton.planning.hardware`). A launched step lasts at least as long as its launches. If the engine replays no graphs,
-all its steps have the cost of launched steps.
+If the engine replays CUDA graphs, there are three costs of decoding: one for steps without drafts, which the engine
+launches before it has read the step before, one for steps that verify drafts, and one for draft steps, whose kernels
+are launched one by one. Otherwise all steps have the cost of launched steps. All costs start with a nominal cost
+(`baton.planning.hardware`). A launched step lasts at least as long as its launches.
 
 Costs of decoding are fitted to the latest steps of each kind that did not prefill. How the time of a step that also
 prefills divides is not known, so such a step only adjusts the rate of prefill. If three steps in a row deviate in the
@@ -24,6 +24,7 @@ Owned by the engine's thread. Any thread may read the costs. Does not read a clo
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import IntEnum
 
 import numpy as np
 
@@ -70,7 +71,17 @@ _PRIOR_WORKS = np.array(
 decide how the time divides where measured steps do not, for example if all of them have the same batch size."""
 _PRIOR_WEIGHT = 0.02
 _TINY_S = 1e-12
-_REPLAYED, _LAUNCHED = 0, 1
+_PLAIN, _VERIFYING, _LAUNCHED = range(3)
+
+
+class StepKind(IntEnum):
+    """Kind of a step. Kinds may differ in cost."""
+
+    PLAIN = _PLAIN
+    """The step verifies no drafts."""
+    VERIFYING = _VERIFYING
+    DRAFT = _LAUNCHED
+    """The step makes drafts."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +89,9 @@ class LearntCosts:
     """Costs that an engine has learnt from its steps."""
 
     plain: WorkCost
-    """Cost of steps that decode one token of each sequence, and do nothing else."""
-    launched: WorkCost
-    """Cost of the decoding part of steps that also prefill or verify drafts. It differs from `plain` if plain steps
-    replay CUDA graphs."""
+    """Cost of steps that decode one token of each sequence, and of the decoding part of steps that also prefill."""
+    verifying: WorkCost
+    """Cost of the decoding part of steps that verify drafts. It differs from `plain` if steps replay CUDA graphs."""
     prefill_s: float
     """Seconds per unit of prefill work. The unit is the FLOPs of one token without attention."""
     num_steps: int
@@ -96,13 +106,13 @@ class StepCost:
         work. `launch_s`: minimum seconds of a step whose kernels are launched one by one; 0 on a CPU. `num_compiled`
         returns the number of kernels compiled so far. A step during which it rises is ignored."""
         self.replays = False
-        """True if plain decode steps replay CUDA graphs. The engine sets it before its first step."""
+        """True if steps other than draft steps replay CUDA graphs. The engine sets it before its first step."""
         self.prefill_s = cost.token_s
         """Seconds per unit of prefill work."""
         self.is_decode_due = False
         """True if the time of decoding should be measured, because a step took less than decoding alone was predicted
         to take, although it also prefilled."""
-        self._costs = [cost, replace(cost, step_s=max(cost.step_s, launch_s))]
+        self._costs = [cost, cost, replace(cost, step_s=max(cost.step_s, launch_s))]
         self._starts_LC = np.array([list(vars(each).values()) for each in self._costs])
         self._launch_s = launch_s
         self._num_compiled = num_compiled
@@ -117,43 +127,48 @@ class StepCost:
         self._seconds_R = np.zeros(num_rows)
         """Measured seconds of each kept step. 0: the row is not used."""
         self._line_R, self._number_R, self._num_scaled_R = np.zeros((3, num_rows), np.int64)
-        """Line (`_REPLAYED` or `_LAUNCHED`) and number of each kept step, and how often its seconds were scaled."""
-        self._num_new = [0, 0]
+        """Line and number of each kept step, and how often its seconds were scaled."""
+        self._num_new = [0, 0, 0]
         """Number of steps since the latest fit of each line. It is raised if the line is to be fitted earlier."""
-        self._fitted: list[set[tuple[int, ...]]] = [set(), set()]
+        self._fitted: list[set[tuple[int, ...]]] = [set(), set(), set()]
         """Kinds of steps of which the latest fit of each line had some."""
-        self._ratios: list[dict[int, float]] = [{}, {}]
+        self._ratios: list[dict[int, float]] = [{}, {}, {}]
         """Ratios of measured to predicted seconds since the latest fit of each line, by number of the step. Only steps
         of kinds in `_fitted` show whether the engine has become slower or faster."""
-        self._same_since = [0, 0]
+        self._same_since = [0, 0, 0]
         """Number of the first step of each line since the engine became slower or faster."""
 
     @property
     def plain(self) -> WorkCost:
-        """Cost of a step that only decodes, without drafts."""
-        return self._costs[_REPLAYED if self.replays else _LAUNCHED]
+        """Cost of a step without drafts, or of its decoding part if it also prefills."""
+        return self._costs[self._line(StepKind.PLAIN)]
 
     @property
-    def launched(self) -> WorkCost:
-        """Cost of draft steps, and of the decoding part of steps that prefill or verify drafts."""
-        return self._costs[_LAUNCHED]
+    def verifying(self) -> WorkCost:
+        """Cost of a step that verifies drafts, or of its decoding part if it also prefills."""
+        return self._costs[self._line(StepKind.VERIFYING)]
+
+    @property
+    def drafting(self) -> WorkCost:
+        """Cost of draft steps."""
+        return self._costs[self._line(StepKind.DRAFT)]
 
     @property
     def learnt(self) -> LearntCosts:
         """Current costs, as an immutable value."""
-        return LearntCosts(self.plain, self.launched, self.prefill_s, self._num_steps)
+        return LearntCosts(self.plain, self.verifying, self.prefill_s, self._num_steps)
 
-    def observe(self, work: StepWork, prefill_work: float, seconds: float, *, is_replayed: bool = False) -> None:
+    def observe(self, work: StepWork, prefill_work: float, seconds: float, kind: StepKind = StepKind.PLAIN) -> None:
         """Record a step that took `seconds`. `work` is the work of decoding, of verifying drafts, or of draft steps.
-        `prefill_work` is the work of prefill in the same step; 0 if it did not prefill. `is_replayed`: the step
-        replayed a CUDA graph."""
+        `prefill_work` is the work of prefill in the same step; 0 if it did not prefill."""
         num_compiled, self._num_seen_compiled = self._num_seen_compiled, self._num_compiled()
         if seconds <= 0 or num_compiled != self._num_seen_compiled:
             return
         self._num_steps += 1
-        line = _REPLAYED if is_replayed else _LAUNCHED
+        line = self._line(kind)
+        launch_s = self._launch_s if line == _LAUNCHED else 0.0
         decode_s, prefill_s = self._costs[line].seconds(work), prefill_work * self.prefill_s
-        predicted_s = max(decode_s + prefill_s, self._launch_s if line == _LAUNCHED else 0.0, _TINY_S)
+        predicted_s = max(decode_s + prefill_s, launch_s, _TINY_S)
         ratio = seconds / predicted_s
         is_known = self._num_prefills if prefill_work else self._same_since[line]
         if ratio > _STALL and is_known:
@@ -170,9 +185,13 @@ class StepCost:
         is_far = not 1 / _FAR < ratio < _FAR and self._num_prefills <= _FIRST_STEPS
         if is_far:
             self.prefill_s = max(seconds - decode_s, _LEAST_PREFILL * seconds) / prefill_work
-        elif prefill_s > self._launch_s / 2 or ratio > _FAR:  # otherwise launching kernels takes most of the time
+        elif prefill_s > launch_s / 2 or ratio > _FAR:  # otherwise launching kernels takes most of the time
             change = _GAIN * (ratio - 1) / max(prefill_s / predicted_s, _LEAST_SHARE)
             self.prefill_s *= 1 + min(max(change, -_MOST_CHANGE), _MOST_CHANGE)
+
+    def _line(self, kind: StepKind) -> int:
+        """Return the line of steps of a kind."""
+        return kind if self.replays else _LAUNCHED
 
     def _keep(self, line: int, work: StepWork, seconds: float, ratio: float) -> None:
         """Keep a step without prefill, and fit the costs again if they are due."""

@@ -522,7 +522,7 @@ class StepCosts(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PLAIN_FIELD_NUMBER: _builtins.int
-    LAUNCHED_FIELD_NUMBER: _builtins.int
+    VERIFYING_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     prefill_s: _builtins.float
@@ -531,23 +531,23 @@ class StepCosts(_message.Message):
     """Number of steps from which the costs were learnt."""
     @_builtins.property
     def plain(self) -> Global___WorkCost:
-        """Steps that decode one token of each sequence, and do nothing else."""
+        """Steps that decode one token of each sequence, and the decoding part of steps that also prefill."""
 
     @_builtins.property
-    def launched(self) -> Global___WorkCost:
-        """Decoding part of steps that also prefill or verify drafts. Differs from `plain` if plain steps replay CUDA graphs."""
+    def verifying(self) -> Global___WorkCost:
+        """Decoding part of steps that verify drafts. Differs from `plain` if steps replay CUDA graphs."""
 
     def __init__(
         self,
         *,
         plain: Global___WorkCost | None = ...,
-        launched: Global___WorkCost | None = ...,
+        verifying: Global___WorkCost | None = ...,
         prefill_s: _builtins.float = ...,
         num_steps: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["launched", b"launched", "plain", b"plain"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plain", b"plain", "verifying", b"verifying"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["launched", b"launched", "num_steps", b"num_steps", "plain", b"plain", "prefill_s", b"prefill_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_steps", b"num_steps", "plain", b"plain", "prefill_s", b"prefill_s", "verifying", b"verifying"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -78,7 +78,7 @@ def prefills(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
             most_queries=num_queries,
             most_keys=num_keys,
         )
-        tiles = tiles_for(pages_PS2GH)
+        tiles = tiles_for(shape.head_dim, pages_PS2GH.dtype, device.torch_device)
         blocks_X2 = divide([num_queries], [num_keys], shape.num_heads // shape.num_kv_heads, tiles.rows)
         spans = SpanRows(rows, torch.from_numpy(blocks_X2).to(device.torch_device), tiles)
         found_ms = _ms(device, functools.partial(span_attention, q_TNH, pages_PS2GH, spans))

@@ -137,15 +137,15 @@ class TimedSteps(Timed):
 class LoggedEngine(GenerationEngine):
     """Generation engine that records the times and sizes of each of its steps."""
 
-    def __init__(self, model: ServedModel, running: RunningRows, config: EngineConfig, *, decode_steps: Any) -> None:
+    def __init__(self, model: ServedModel, running: RunningRows, config: EngineConfig, *, device_steps: Any) -> None:
         self._batching: Any = Timed(running.scheduling_policy)
         self._drafting: Any = Timed(running.speculation)
-        self._on_device = TimedSteps(decode_steps)
-        device_steps: Any = None if decode_steps is None else self._on_device
+        self._on_device = TimedSteps(device_steps)
+        timed_steps: Any = None if device_steps is None else self._on_device
         running.scheduling_policy = self._batching
         if running.speculation is not None:
             running.speculation = self._drafting
-        super().__init__(model, running, config, decode_steps=device_steps)
+        super().__init__(model, running, config, device_steps=timed_steps)
         self.log: list[Step] = []
 
     def step(self) -> None:
@@ -172,8 +172,8 @@ def running_engine(decoder: Decoder, config: EngineConfig) -> Iterator[LoggedEng
     scheduling_policy = ChunkedPrefillPolicy.of(config, model)
     running = RunningRows(slots, scheduling_policy, make_speculation(model, slots, config))
     compile_steps(decoder, memory.residency, config)
-    decode_steps = make_device_steps(decoder, memory.residency, config, clock)
-    engine = LoggedEngine(model, running, config, decode_steps=decode_steps)
+    device_steps = make_device_steps(decoder, memory.residency, config, clock)
+    engine = LoggedEngine(model, running, config, device_steps=device_steps)
     engine.start()
     try:
         yield engine

@@ -10,7 +10,8 @@ import torch
 from baton.modeling.device.port import Device
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.sampling import SamplerState, sample
-from baton.modeling.forward.step_graphs import DecodeRow, StepGraphs
+from baton.modeling.forward.step_graphs import StepGraphs
+from baton.modeling.forward.step_inputs import StepShape, StepTokens
 from baton.modeling.kv.pages import PAGE_TOKENS, PageSpan
 from baton.sampling_params import SamplingParams
 from baton.types import SlotId, TokenRange
@@ -48,7 +49,8 @@ class PagedRows:
         data_LPS2GH = residency.pool.memory.data_LPS2GH
         data_LPS2GH.normal_()
         row_pages = -(-most_tokens // PAGE_TOKENS)
-        self._graphs = StepGraphs(decoder, data_LPS2GH, row_pages, [batch], captures=data_LPS2GH.is_cuda)
+        shape = StepShape(batch, batch, batch, 1, batch)
+        self._graphs = StepGraphs(decoder, data_LPS2GH, row_pages, [shape], captures=data_LPS2GH.is_cuda)
         self._states = [SamplerState(_GREEDY, [1])] * batch
 
     @torch.inference_mode()
@@ -59,10 +61,11 @@ class PagedRows:
         rows = [(SlotId(slot), TokenRange(length, length + 1)) for slot, length in enumerate(self._lengths)]
         with self._residency.step(rows) as step:
             if graphs:
-                ends = [length + 1 for length in self._lengths]
-                tables = [span.pages.table for span in step.spans if isinstance(span, PageSpan)]
+                num_rows = len(rows)
                 draws = [draw for state in self._states if (draw := state.row_draw()) is not None]
-                self._graphs.run([DecodeRow(1, *row) for row in zip(tables, ends, draws, strict=True)])
+                tokens = StepTokens([1] * num_rows, [-1] * num_rows, self._lengths, range(num_rows), draws)
+                spans = [span for span in step.spans if isinstance(span, PageSpan)]
+                self._graphs.launch(tokens, spans).result()
             else:
                 hidden_TD = self._decoder.forward([1] * len(rows), step.spans)
                 sample(self._decoder.logits(hidden_TD), self._states)

@@ -61,7 +61,7 @@ class TimedDecoder(Decoder):
 
     def forward(
         self,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | Tensor,
         spans: Sequence[SequenceSpan],
         turns: LayerTurns | None = None,
         **options: Any,

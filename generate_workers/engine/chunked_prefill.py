@@ -68,7 +68,7 @@ class ChunkedPrefillPolicy:
                 end = row.num_cached + num_tokens
                 spans.append(RowSpan(slot, TokenRange(row.num_cached, end), end == row.num_known))
         expected_s = self._bound.expected_s(decoding, budget.work_taken)
-        return StepPlan(tuple(spans), budget.num_taken, decoding, budget.work_taken, is_alone, expected_s)
+        return StepPlan(tuple(spans), budget.num_taken, decoding, budget.work_taken, expected_s)
 
     def _most_tokens(self, rows: Mapping[SlotId, Progress], decoding: Decoding) -> int:
         """Return the largest number of tokens that the next step may prefill."""
@@ -76,9 +76,9 @@ class ChunkedPrefillPolicy:
         is_one_step = max(waiting, default=0) <= self._max_prefill_tokens and sum(waiting) <= self._max_burst_tokens
         return self._max_burst_tokens if is_one_step and self._bound.may_burst(decoding) else self._max_prefill_tokens
 
-    def took(self, plan: StepPlan, seconds: float, *, is_replayed: bool = False) -> None:
+    def took(self, plan: StepPlan, seconds: float) -> None:
         """Report the duration of a step, in seconds, to the StepBound, which predicts later steps from it."""
-        self._bound.observe(plan.decoding, plan.prefill_work, seconds, is_replayed=is_replayed)
+        self._bound.observe(plan.decoding, plan.prefill_work, seconds)
 
 
 def _decoding(rows: Mapping[SlotId, Progress]) -> Decoding:

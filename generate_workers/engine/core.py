@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from baton.errors import InvalidArgumentError, LeaseError, NotFiniteError, ResourceExhaustedError
+from baton.modeling.device.faults import device_failure
 from baton.modeling.forward.drawing import NO_TOKEN
 from baton.modeling.forward.step_graphs import StepGraphs
 from baton.process.thread_names import show_thread_name
@@ -55,10 +56,10 @@ class GenerationEngine:
         running: RunningRows,
         config: EngineConfig,
         *,
-        decode_steps: StepGraphs | None = None,
+        device_steps: StepGraphs | None = None,
         crash_note: str = "",
     ) -> None:
-        """Make an engine, which owns `running` from now on. `running` must have no sequences yet. `decode_steps` runs
+        """Make an engine, which owns `running` from now on. `running` must have no sequences yet. `device_steps` runs
         the steps that it supports entirely on the device; None: all steps run through the decoder. `crash_note` is the
         path of a file into which the engine writes the requests of the running steps, so that they are known after a
         crash; empty: no such file."""
@@ -76,7 +77,7 @@ class GenerationEngine:
 
         # Used only by the engine's thread:
         self._running = running
-        self._runner = ModelRunner(decoder, self.residency, decode_steps)
+        self._runner = ModelRunner(decoder, self.residency, device_steps)
         is_maximal = config.acceptance == "maximal"
         self._pipeline = StepPipeline(self._runner, running, self._accept, crash_note=crash_note, is_maximal=is_maximal)
         self._cost = model.step_cost
@@ -196,8 +197,11 @@ class GenerationEngine:
             while self._await_work():
                 self.step()
         except Exception as error:
-            logger.exception("the generation engine failed")
-            self._queue.close(f"the generation engine failed: {_one_line(error)}: restart the worker")
+            if failure := device_failure(error):
+                logger.error("the device of the generation engine failed: %s", failure)
+            else:
+                logger.exception("the generation engine failed")
+            self._queue.close(f"the generation engine failed: {failure or _one_line(error)}: restart the worker")
         finally:
             self._queue.close("the thread of the generation engine has ended: restart the worker")
             self._end_all()
@@ -206,7 +210,7 @@ class GenerationEngine:
     def _has_rows(self) -> bool:
         """Return whether a launched step is unread, or the batch has sequences and does not wait for memory. Any
         thread."""
-        return self._pipeline.behind is not None or (bool(self._running.rows) and not self._running.is_stalled)
+        return self._pipeline.has_unread or (bool(self._running.rows) and not self._running.is_stalled)
 
     def _await_work(self) -> bool:
         """Wait until the engine has work. Return False when it is closed."""
@@ -310,11 +314,13 @@ class GenerationEngine:
     @contextmanager
     def _ending_failed(self, plan: StepPlan) -> Iterator[None]:
         """If the block raises an error, log it, and end the streams of the sequence that caused it, or of all sequences
-        of the plan, with this error."""
+        of the plan, with this error. Raises the error if the device has failed: the engine then ends."""
         running = self._running
         try:
             yield
         except Exception as error:
+            if device_failure(error):
+                raise
             logger.exception("a step of %d rows failed", len(plan.spans))
             self._num_not_finite += isinstance(error.__cause__, NotFiniteError)
             failed = [error.slot] if isinstance(error, RowError) else [span.slot for span in plan.spans]
@@ -329,7 +335,9 @@ class GenerationEngine:
             return
         if token.token_id == NO_TOKEN:
             self._num_not_finite += 1
-            broken = NotFiniteError(f"the logits behind {row.num_known} tokens are not finite: is the model damaged?")
+            broken = NotFiniteError(
+                f"the logits behind {len(row.token_ids)} tokens are not finite: is the model damaged?"
+            )
             self._end(stream, FinishReason.ERROR, _one_line(broken))
             return
         try:
@@ -379,8 +387,7 @@ class GenerationEngine:
     def _end_all(self) -> None:
         """End every open stream. The engine is closed, so no stream can be added meanwhile."""
         self._take_messages()
-        if (behind := self._pipeline.behind) is not None:
-            self._read_tokens(behind)
+        self._pipeline.abandon()
         for stream in self._queue.streams():
             try:
                 self._end(stream, FinishReason.ERROR, self._queue.close_reason)

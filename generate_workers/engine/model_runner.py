@@ -7,7 +7,7 @@ on the engine's thread.
 Shape suffixes: X tokens whose hidden states are computed to the end, D hidden size.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,10 @@ from torch import Tensor
 
 from baton.errors import InvalidArgumentError, NotFiniteError
 from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.drawing import RowDraw
 from baton.modeling.forward.sampling import score
-from baton.modeling.forward.step_graphs import DecodeRow, PendingTokens, StepGraphs
+from baton.modeling.forward.step_graphs import PendingTokens, StepGraphs
+from baton.modeling.forward.step_inputs import StepTokens
 from baton.modeling.forward.weight_sizes import step_reads
 from baton.modeling.kv.pages import PageSpan
 from baton.types import SlotId, TokenRange
@@ -25,7 +27,7 @@ from generate_workers.engine.scheduling_policy import RowSpan, StepPlan
 from generate_workers.engine.speculation import SpeculationStats
 from generate_workers.engine.status import StepStats
 from generate_workers.engine.verified import NO_DRAFT, Draft, Drafts, Verified
-from generate_workers.residency.port import Residency, RowError
+from generate_workers.residency.port import Residency, RowError, StepKv
 
 _SCORED_TOKENS = 64
 """Number of prompt tokens whose logits are computed at once for prompt logprobs. The logits of one token need 4 bytes
@@ -38,22 +40,63 @@ class LaunchedStep:
 
     plan: StepPlan
     places: Mapping[Row, int]
-    """Index of each sequence in the step."""
+    """Index in `tokens` of each sequence that samples."""
     tokens: PendingTokens
-    """Next token of each sequence."""
+    num_tokens: int
+    """Number of new tokens of all sequences."""
     num_kv_bytes: int
     """Bytes of KV that attention reads."""
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """Tokens that a planned step runs."""
+
+    token_ids: list[int]
+    """New tokens of all sequences, concatenated. 0 for a token that the host has not read."""
+    unread: list[Row | None]
+    """For each new token, its sequence if the host has not read it; else None."""
+    spans: list[tuple[SlotId, TokenRange]]
+    starts: list[int]
+    """Index of each sequence's first new token."""
+    sampling: list[tuple[Row, Draft, int]]
+    """Sequences that sample, as in `Verified`."""
+    results: list[int]
+    """Indices of the tokens whose logits are needed."""
+
+    @classmethod
+    def of(cls, plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts) -> "_Gathered":
+        """Return the tokens of the plan's spans, each followed by the drafts of its sequence."""
+        made = cls([], [], [], [], [], [])
+        for part in plan.spans:
+            row, draft = rows[part.slot], drafts.get(part.slot, NO_DRAFT)
+            made.starts.append(len(made.token_ids))
+            known = row.token_ids[part.tokens.start : part.tokens.end]
+            num_unread = len(part.tokens) - len(known)
+            made.token_ids.extend([*known, *[0] * num_unread, *draft.token_ids])
+            made.unread.extend([*[None] * len(known), *[row] * num_unread, *[None] * len(draft)])
+            made.spans.append((part.slot, TokenRange(part.tokens.start, part.tokens.end + len(draft))))
+            if part.samples:
+                made.sampling.extend((each, draft, len(made.results)) for each in (row, *row.followers))
+                made.results.extend(range(len(made.token_ids) - len(draft) - 1, len(made.token_ids)))
+        return made
+
+    def step(self, draws: Sequence[RowDraw] | None, places: Mapping[Row, int]) -> StepTokens:
+        """Return the step for the device. `draws`: parameters for drawing a token from each result, or None. `places`:
+        index of each sequence among the tokens that the step before draws."""
+        sources = [-1 if row is None else places[row] for row in self.unread]
+        positions = [position for _, tokens in self.spans for position in range(tokens.start, tokens.end)]
+        return StepTokens(self.token_ids, sources, positions, self.results, draws)
 
 
 class ModelRunner:
     """Runs the forward of planned steps. The KV may be in host memory or in device memory."""
 
-    def __init__(self, decoder: Decoder, residency: Residency, decode_steps: StepGraphs | None = None) -> None:
-        """Make a runner. `decode_steps` runs the plans that it supports, entirely on the device. None: the decoder runs
-        all plans."""
+    def __init__(self, decoder: Decoder, residency: Residency, device_steps: StepGraphs | None = None) -> None:
+        """Make a runner. `device_steps` runs steps entirely on the device. None: the decoder runs all steps."""
         self._decoder = decoder
         self._residency = residency
-        self._decode_steps = decode_steps
+        self._device_steps = device_steps
         self._reads = step_reads(decoder.weights)
         self._num_kv_bytes = 0
         """Bytes of KV that attention read in the last step, not counting the steps that made its drafts."""
@@ -67,8 +110,8 @@ class ModelRunner:
 
     @property
     def replays(self) -> bool:
-        """True if steps that only decode replay CUDA graphs, unless a request needs more than its next token."""
-        return self._decode_steps is not None and self._decode_steps.captures
+        """True if steps replay CUDA graphs, except draft steps and steps that fit into no graph."""
+        return self._device_steps is not None and self._device_steps.captures
 
     def begin(self) -> None:
         """Start to count the bytes that the next step copies between host and device. Must be called before the step's
@@ -93,68 +136,76 @@ class ModelRunner:
 
     def launched_stats(self, step: LaunchedStep, duration_s: float) -> StepStats:
         """Return the statistics of a launched step, which took `duration_s` seconds."""
-        num_rows = len(step.places)
-        num_bytes = step.num_kv_bytes, self._reads.of(num_rows)
-        return StepStats(num_rows, 0, duration_s, *num_bytes, num_link_bytes=0, is_replayed=self.replays)
+        plan, num_weight_bytes = step.plan, self._reads.of(step.num_tokens)
+        sizes = plan.decoding.num_rows, plan.num_prefill_tokens
+        return StepStats(*sizes, duration_s, step.num_kv_bytes, num_weight_bytes, num_link_bytes=0)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, rows: Mapping[SlotId, Row], behind: LaunchedStep | None) -> LaunchedStep | None:
-        """Launch a step that runs entirely on the device, and do not wait for it. `behind`: the step before, if its
-        tokens have not been read; else None. `rows` has the sequences by slot. Return None, and run nothing, if the
-        plan is empty, has drafts, or needs the host."""
-        if self._decode_steps is None or plan.is_launched or not plan:
+        """Launch a step entirely on the device, and do not wait for it. `behind`: the step before, if its tokens have
+        not been read; else None. `rows` has the sequences by slot. Return None, and run nothing, if the plan is empty,
+        has drafts, or needs the host before its tokens are drawn."""
+        if self._device_steps is None or not plan:
             return None
-        planned = [rows[span.slot] for span in plan.spans]
-        if not all(map(_needs_no_host, planned, plan.spans)):
+        if not all(_needs_no_host(rows[span.slot], span) for span in plan.spans):
             return None
-        draws = [row.sampler.row_draw(row.num_unread) for row in planned]
-        places = {} if behind is None else behind.places
-        with self._residency.step([(span.slot, span.tokens) for span in plan.spans]) as step:
-            decoding = []
-            for row, part, span, draw in zip(planned, plan.spans, step.spans, draws, strict=True):
-                if not isinstance(span, PageSpan) or draw is None:
-                    return None
-                token_id, source = (0, places[row]) if row.num_unread else (row.token_ids[-1], -1)
-                decoding.append(DecodeRow(token_id, span.pages.table, part.tokens.end, draw, source))
-            tokens = self._decode_steps.launch(decoding)
-        return LaunchedStep(plan, {row: place for place, row in enumerate(planned)}, tokens, step.num_bytes_read)
+        gathered = _Gathered.of(plan, rows, {})
+        draws = _draws(gathered.sampling)
+        if draws is None:
+            return None
+        with self._residency.step(gathered.spans) as step:
+            tokens = gathered.step(draws, {} if behind is None else behind.places)
+            pending = self._device_steps.launch(tokens, _in_pages(step))
+        places = {row: place for row, _, place in gathered.sampling}
+        return LaunchedStep(plan, places, pending, len(gathered.token_ids), step.num_bytes_read)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts) -> Verified:
+    def run(self, plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts, *, needs_logits: bool = True) -> Verified:
         """Run one forward over the plan's spans, each followed by the drafts of its sequence. `rows` has the sequences
-        by slot. Return the logits of the sequences whose last known token was run. Choices of the same request that get
-        their first token share one set of logits. The result lists these choices in the order: leader (first choice),
-        then its followers. Raises RowError."""
+        by slot. Return the logits of the sequences whose last known token was run, or, if `needs_logits` is False and
+        the device can draw them, their next tokens. Choices of the same request that get their first token share one
+        set of logits. The result lists these choices in the order: leader (first choice), then its followers. Raises
+        RowError."""
         self._num_drafts = sum(map(len, drafts.values()))
-        token_ids: list[int] = []
-        spans: list[tuple[SlotId, TokenRange]] = []
-        starts: list[int] = []
-        sampling: list[tuple[Row, Draft, int]] = []
-        places: list[int] = []  # of the tokens whose logits are needed
-        for part in plan.spans:
-            row, draft = rows[part.slot], drafts.get(part.slot, NO_DRAFT)
-            starts.append(len(token_ids))
-            token_ids += row.token_ids[part.tokens.start : part.tokens.end] + draft.token_ids
-            spans.append((part.slot, TokenRange(part.tokens.start, part.tokens.end + len(draft))))
-            if part.samples:
-                sampling += [(each, draft, len(places)) for each in (row, *row.followers)]
-                places += range(len(token_ids) - len(draft) - 1, len(token_ids))
-        self._num_tokens = len(token_ids)
+        gathered = _Gathered.of(plan, rows, drafts)
+        self._num_tokens = len(gathered.token_ids)
         scores = any(len(rows[part.slot].unscored(part.tokens)) for part in plan.spans)
-        needs_all = scores or len(places) == len(token_ids)
-        most_queries = 1 + max(map(len, drafts.values()), default=0)
-        with self._residency.step(spans) as step:
-            results = None if needs_all else places
-            hidden_XD = self._decoder.forward(
-                token_ids, step.spans, step.turns, most_queries=most_queries, results=results
-            )
+        with self._residency.step(gathered.spans) as step:
+            if self._device_steps is not None and not scores:
+                verified = self._on_device(self._device_steps, gathered, step, draws=not needs_logits)
+            else:
+                verified = self._forward(plan, rows, gathered, step, scores=scores)
             _settle(plan, rows, drafts)
             self._num_kv_bytes = step.num_bytes_read
+        return verified
+
+    def _on_device(self, steps: StepGraphs, gathered: _Gathered, step: StepKv, *, draws: bool) -> Verified:
+        """Run the forward by `steps`. `draws`: the device draws the tokens, if it can."""
+        found = _draws(gathered.sampling) if draws else None
+        tokens, spans = gathered.step(found, {}), _in_pages(step)
+        if found is None:
+            return Verified(steps.logits(tokens, spans), gathered.sampling)
+        return Verified(torch.empty(0), gathered.sampling, steps.launch(tokens, spans).result())
+
+    def _forward(
+        self, plan: StepPlan, rows: Mapping[SlotId, Row], gathered: _Gathered, step: StepKv, *, scores: bool
+    ) -> Verified:
+        """Run the forward by the decoder. `scores`: prompt logprobs must be computed."""
+        results = gathered.results
+        needs_all = scores or len(results) == len(gathered.token_ids)
+        most_queries = 1 + max((len(draft) for _, draft, _ in gathered.sampling), default=0)
+        hidden_XD = self._decoder.forward(
+            gathered.token_ids,
+            step.spans,
+            step.turns,
+            most_queries=most_queries,
+            results=None if needs_all else results,
+        )
         if needs_all:
-            for part, start in zip(plan.spans, starts, strict=True):
+            for part, start in zip(plan.spans, gathered.starts, strict=True):
                 self._score(rows[part.slot], part.tokens, hidden_XD[start:])
-            hidden_XD = hidden_XD[places]
-        return Verified(self._decoder.logits(hidden_XD) if places else hidden_XD[:0], sampling)
+            hidden_XD = hidden_XD[results]
+        return Verified(self._decoder.logits(hidden_XD) if results else hidden_XD[:0], gathered.sampling)
 
     def _score(self, row: Row, tokens: TokenRange, hidden_XD: Tensor) -> None:
         """Score the prompt's tokens if the request asks for it. `hidden_XD` begins with the hidden states of `tokens`.
@@ -184,6 +235,24 @@ def _settle(plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts) -> None:
 
 
 def _needs_no_host(row: Row, span: RowSpan) -> bool:
-    """Return True if a sequence runs only its last known token, and samples the next one for itself alone."""
-    is_decoding = len(span.tokens) == 1 and span.samples and not span.num_drafts
-    return is_decoding and not row.followers and not len(row.unscored(span.tokens))
+    """Return True if a sequence has no drafts, scores no prompt, and samples for itself alone."""
+    return not (span.num_drafts or (span.samples and row.followers) or len(row.unscored(span.tokens)))
+
+
+def _draws(sampling: Sequence[tuple[Row, Draft, int]]) -> list[RowDraw] | None:
+    """Return the parameters for drawing a token from each row of logits. None: the host must draw, or several sequences
+    sample from the same logits."""
+    found = list[RowDraw]()
+    for row, draft, place in sampling:
+        if place != len(found):
+            return None
+        draws = [row.sampler.row_draw(row.num_unread + index) for index in range(len(draft) + 1)]
+        found += [draw for draw in draws if draw is not None]
+    return found if len(found) == sum(len(draft) + 1 for _, draft, _ in sampling) else None
+
+
+def _in_pages(step: StepKv) -> list[PageSpan]:
+    """Return the spans of a step of residency `device`, whose KV is in pages."""
+    spans = [span for span in step.spans if isinstance(span, PageSpan)]
+    assert len(spans) == len(step.spans), "steps on the device read pages"
+    return spans

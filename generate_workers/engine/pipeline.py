@@ -2,10 +2,10 @@
 tokens of the step before it, so that the host's work on these tokens and the next step run at the same time
 (asynchronous scheduling).
 
-A step can be launched in this way if it runs entirely on the device (`baton.modeling.forward.step_graphs`). All other
-steps run after all earlier ones were read. When a token ends its sequence, the next step may already run with this
-sequence. This costs one token, which is discarded. The slot of such a sequence, and its memory, are used by others only
-after that step has been read, because each launched step counts as a user of its slots.
+A step can be launched in this way if it runs entirely on the device (`baton.modeling.forward.step_graphs`), and has no
+drafts. All other steps run after all earlier ones were read. When a token ends its sequence, the next step may already
+run with this sequence. This costs one token, which is discarded. The slot of such a sequence, and its memory, are used
+by others only after that step has been read, because each launched step counts as a user of its slots.
 
 Owned by the engine's thread.
 """
@@ -62,9 +62,13 @@ class StepPipeline:
 
     @property
     def behind(self) -> StepPlan | None:
-        """Plan of the launched step that is unread; None if all steps were read. Any thread."""
-        unread = self._unread
-        return unread[0].step.plan if unread else None
+        """Plan of the launched step that is unread; None if all steps were read."""
+        return self._unread[0].step.plan if self._unread else None
+
+    @property
+    def has_unread(self) -> bool:
+        """True if a launched step is unread. Any thread."""
+        return bool(self._unread)
 
     def launch(self, plan: StepPlan) -> bool:
         """Launch the plan's step, and count its unread tokens as known. Afterwards the step before it, if it is unread,
@@ -75,7 +79,7 @@ class StepPipeline:
         if step is None:
             return False
         self.num_steps += 1
-        claims = self._slots.enter([row.ref for row in step.places])
+        claims = self._slots.enter([self._running.rows[span.slot].ref for span in plan.spans])
         self._unread.append(_Unread(step, claims, watched, launched_s))
         self._note()
         self._running.ran(plan)
@@ -86,20 +90,22 @@ class StepPipeline:
     def read(self) -> None:
         """Wait for the oldest unread step, and accept its tokens. Raises the device's error if the step failed. In any
         case, the step does not use its slots any more."""
-        unread = self._unread.popleft()
-        step, places = unread.step, unread.step.places
+        unread = self._unread[0]
+        step = unread.step
         try:
             token_ids = step.tokens.result()
         finally:
-            self._slots.leave(unread.claims)
-            self._note()
-            for row in places:
-                row.num_unread -= 1
-        for row, token_id in zip(places, token_ids, strict=True):
-            self._accept(row, SampledToken(token_id), None, False)
+            self._end_oldest()
+        for row, place in step.places.items():
+            self._accept(row, SampledToken(token_ids[place]), None, False)
         now_s, since_s = self._clock.now_s(), max(unread.launched_s, self._read_s)
         self._read_s = now_s
         self._took(step.plan, self._runner.launched_stats(step, now_s - since_s))
+
+    def abandon(self) -> None:
+        """Give up all unread steps, without waiting for the device. Their tokens are not accepted."""
+        while self._unread:
+            self._end_oldest()
 
     def run(self, plan: StepPlan, started_s: float) -> None:
         """Run a step, wait for it, and accept the tokens that its sequences sample. `started_s`: time at which the work
@@ -111,7 +117,7 @@ class StepPipeline:
             self._computed.set(running.watched_in(plan))
             self._runner.begin()
             drafts = {} if speculation is None else speculation.draft(plan, running.rows)
-            verified = self._runner.run(plan, running.rows, drafts)
+            verified = self._runner.run(plan, running.rows, drafts, needs_logits=self._is_maximal)
             running.ran(plan)
             for leader in leaders:
                 running.fork(leader)
@@ -126,7 +132,15 @@ class StepPipeline:
     def _took(self, ran: StepPlan, stats: StepStats) -> None:
         """Record the statistics of a step, which ran the plan `ran`."""
         self.last_step = stats
-        self._running.scheduling_policy.took(ran, stats.duration_s, is_replayed=stats.is_replayed)
+        self._running.scheduling_policy.took(ran, stats.duration_s)
+
+    def _end_oldest(self) -> None:
+        """End the use of slots by the oldest unread step, whose tokens do not count as known any more."""
+        unread = self._unread.popleft()
+        self._slots.leave(unread.claims)
+        self._note()
+        for row in unread.step.places:
+            row.num_unread -= 1
 
     def _note(self) -> None:
         """Write the requests of the launched steps to the crash note."""

@@ -58,9 +58,6 @@ class StepPlan:
     """Decoding part of the step: the sequences that run only their last known token, and their work."""
     prefill_work: float = 0.0
     """Work of the prefill spans, in the unit of PrefillWork (the FLOPs of one token without attention)."""
-    is_launched: bool = False
-    """True if the step must not replay a CUDA graph, because it measures the time of decoding in steps whose kernels
-    are launched one by one."""
     expected_s: float = field(default=0.0, compare=False)
     """Rough prediction of the step's duration in seconds, from which the watchdog recognizes a hang. 0 if it is not
     known."""
@@ -79,8 +76,8 @@ class SchedulingPolicy(Protocol):
         method may be called again with fewer sequences before a plan is run."""
         ...
 
-    def took(self, plan: StepPlan, seconds: float, *, is_replayed: bool = False) -> None:
+    def took(self, plan: StepPlan, seconds: float) -> None:
         """Record the duration of the plan's step in seconds. It includes all work of the step, from processing messages
-        to the last event. `plan` is the plan as it ran, with the drafts that were made. `is_replayed`: the step
-        replayed a CUDA graph."""
+        to the last event, or, if the step was launched before the step before it was read, the time since that step was
+        read. `plan` is the plan as it ran, with the drafts that were made."""
         ...

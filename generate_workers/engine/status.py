@@ -34,9 +34,6 @@ class StepStats:
     """Predicted duration in seconds of this step and of the draft steps before it, together. 0 if the step had no
     drafts, or if it also prefilled."""
 
-    is_replayed: bool = False
-    """True if the step replayed a CUDA graph."""
-
     @property
     def num_bytes(self) -> int:
         """Bytes that the step read from the device's memory. The step takes at least this number divided by the memory

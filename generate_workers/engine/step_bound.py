@@ -5,10 +5,9 @@ A mixed step may take a multiple of the time that decoding alone takes, or `budg
 because no client reads a continuous text yet. The setting `step_budget_s` determines both values
 (`baton.planning.local_prefill`).
 
-The times of decoding and of prefill are predicted by the engine's StepCost (`baton.planning.step_cost`). Kernels of
-mixed steps are launched one by one, so "decoding alone" means a launched step. If there are drafts, it means a round:
-the draft steps, and the step that verifies the drafts. The next round is expected to have as many drafts per sequence
-as the latest round.
+The times of decoding and of prefill are predicted by the engine's StepCost (`baton.planning.step_cost`). If there are
+drafts, "decoding alone" means a round: the draft steps, and the step that verifies the drafts. The next round is
+expected to have as many drafts per sequence as the latest round.
 
 `chunked_prefill` uses this module and reports the duration of each step. Owned by the engine's thread. The module does
 not read a clock.
@@ -20,7 +19,7 @@ from typing import Self
 
 from baton.modeling.forward.model_config import ModelConfig
 from baton.planning.local_prefill import stretch
-from baton.planning.step_cost import StepCost
+from baton.planning.step_cost import StepCost, StepKind
 from baton.planning.work_cost import NO_WORK, StepWork
 from baton.types import TokenRange
 from generate_workers.engine.model_shape import model_shape
@@ -43,6 +42,11 @@ class Decoding:
     """Seconds of the draft steps before the step. They are predicted in a plan, and measured after the step."""
     is_streaming: bool = True
     """True if a sequence has produced more than one output token, so that its client would notice a pause."""
+
+    @property
+    def has_drafts(self) -> bool:
+        """True if the step verifies drafts."""
+        return self.drafts.num_tokens > 0
 
     @property
     def work(self) -> StepWork:
@@ -105,7 +109,7 @@ class StepBound:
         self._latest: Decoding | None = None
         """Decoding part of the latest step with decoding sequences. None until such a step has run."""
         self._most_rows = 0
-        """Maximum number of sequences of the steps that only decoded, and launched their kernels one by one."""
+        """Maximum number of sequences of the steps that only decoded."""
         self._num_mixed = 0
         """Number of mixed steps since the latest step that only decoded."""
 
@@ -116,7 +120,8 @@ class StepBound:
 
     def decode_s(self, decoding: Decoding) -> float:
         """Return the predicted seconds of a step that only decodes, including its drafts."""
-        return self.cost.launched.seconds(decoding.work) + decoding.draft_s
+        cost = self.cost.verifying if decoding.has_drafts else self.cost.plain
+        return cost.seconds(decoding.work) + decoding.draft_s
 
     def expected_s(self, decoding: Decoding, work: float) -> float:
         """Return a rough prediction of the seconds of a step with `work` units of prefill, before drafts are
@@ -150,15 +155,16 @@ class StepBound:
         is_due = self.cost.is_decode_due or decoding.num_rows > self._most_rows
         return self._num_mixed >= (1 if is_due else _MOST_MIXED)
 
-    def observe(self, decoding: Decoding, work: float, seconds: float, *, is_replayed: bool = False) -> None:
+    def observe(self, decoding: Decoding, work: float, seconds: float) -> None:
         """Record the duration of a step, in seconds, to improve later predictions. The step decoded the sequences of
-        `decoding`, and prefilled `work` units of work. `is_replayed`: the step replayed a CUDA graph."""
+        `decoding`, and prefilled `work` units of work."""
         if decoding.num_rows:
             self._num_mixed = self._num_mixed + 1 if work else 0
             self._latest = decoding
-        if not work and not is_replayed:
+        if not work:
             self._most_rows = max(self._most_rows, decoding.num_rows)
-        self.cost.observe(decoding.work, work, seconds - decoding.draft_s, is_replayed=is_replayed)
+        kind = StepKind.VERIFYING if decoding.has_drafts else StepKind.PLAIN
+        self.cost.observe(decoding.work, work, seconds - decoding.draft_s, kind)
 
     def _bound_s(self, decode_s: float) -> float:
         """Return the maximum seconds of a mixed step whose decoding alone takes `decode_s` seconds."""

@@ -55,6 +55,8 @@ class Verified:
     rows: Sequence[tuple[Row, Draft, int]]
     """Tuples (sequence, draft of the sequence, index in `logits_RV` of the sequence's first row). A follower (further
     choice of a request) has the index of its leader, the first choice, because both sample from the same logits."""
+    drawn_R: Sequence[int] | None = None
+    """Token that the step itself has drawn from each row of logits. In this case `logits_RV` is empty."""
     num_accepted: dict[SlotId, tuple[Row, int]] = field(default_factory=dict)
     """Pairs (sequence, number of its accepted drafts), by slot, for the sequences that had drafts. Complete when the
     iterator of `accept` has ended."""
@@ -91,9 +93,12 @@ class Verified:
     def _coupled(self, rows: Sequence[tuple[Row, Draft, int]], index: int) -> dict[Row, tuple[SampledToken, bool]]:
         """Sample each sequence's next token. Return, by sequence, the token and whether it equals the draft."""
         places = [first + index for *_, first in rows]
-        are_all = places == list(range(len(self.logits_RV)))
-        logits_BV = self.logits_RV if are_all else self.logits_RV[places]  # a copy: sampling changes them
-        tokens = sample(logits_BV, [row.sampler for row, *_ in rows]) if rows else []
+        if self.drawn_R is not None:
+            tokens = [SampledToken(self.drawn_R[place]) for place in places]
+        else:
+            are_all = places == list(range(len(self.logits_RV)))
+            logits_BV = self.logits_RV if are_all else self.logits_RV[places]  # a copy: sampling changes them
+            tokens = sample(logits_BV, [row.sampler for row, *_ in rows]) if rows else []
         found = zip(rows, tokens, strict=True)
         return {
             row: (token, [token.token_id] == draft.token_ids[index : index + 1]) for (row, draft, _), token in found

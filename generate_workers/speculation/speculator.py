@@ -22,7 +22,7 @@ from baton.planning.speculation import (
     plan_at_rate,
     plan_round,
 )
-from baton.planning.step_cost import StepCost
+from baton.planning.step_cost import StepCost, StepKind
 from baton.planning.work_cost import NO_WORK, RowDrafts, StepWork, drafting_work, expected_tokens
 from baton.results.timings import DraftCounts
 from baton.types import SlotId
@@ -139,8 +139,8 @@ class Speculator:
         num_drafts = {slot: drafts.num_drafts for slot, drafts in self._planned.items()}
         drafting, verifying = self._works(num_drafts)
         num_tokens = len(decoding) + sum([each.num_tokens for each in self._planned.values()])
-        draft_s = self._draft_cost.launched.seconds(drafting)
-        verify_cost = self._cost.launched if num_drafts else self._cost.plain
+        draft_s = self._draft_cost.drafting.seconds(drafting)
+        verify_cost = self._cost.verifying if num_drafts else self._cost.plain
         self._expected = num_tokens, draft_s + verify_cost.seconds(verifying)
         if not num_drafts:
             return plan
@@ -176,7 +176,7 @@ class Speculator:
         self._draft_s = self._verifying_since_s - started_s
         self._drafting, self._verifying = self._works({slot: len(draft) for slot, draft in found.items()})
         if self._drafting.num_steps:
-            self._draft_cost.observe(self._drafting, 0.0, self._draft_s)
+            self._draft_cost.observe(self._drafting, 0.0, self._draft_s, StepKind.DRAFT)
         return found
 
     def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> StepPlan:
@@ -232,7 +232,8 @@ class Speculator:
             return False
         if self._fixed_drafts is not None or any(row.sampler.params.num_drafts is not None for row in rows):
             return False
-        seconds_B1 = (self._cost.launched.token_s + num_known_B * self._cost.launched.pair_s)[:, None]
+        verifying = self._cost.verifying
+        seconds_B1 = (verifying.token_s + num_known_B * verifying.pair_s)[:, None]
         for name, offer in offers.items():
             estimates_BK = self._sources[name].acceptances.of(self._indices_B, offer.kinds)
             if ((estimates_BK > last.rate * seconds_B1) & (offer.num_drafts > 0)).any():
@@ -322,7 +323,7 @@ class Speculator:
     def _plan_round(self, options: DraftOptions) -> Round:
         """Return a round for sequences whose numbers of drafts are planned, by a full plan or at the rate of the latest
         round."""
-        costs, plain, last = (self._cost.launched, self._draft_cost.launched), self._cost.plain, self._round
+        costs, plain, last = (self._cost.verifying, self._draft_cost.drafting), self._cost.plain, self._round
         if last is None:
             self._round, self._num_late = plan_round(options, *costs, plain), 0
         else:

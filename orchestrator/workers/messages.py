@@ -88,5 +88,5 @@ def takeover_request(record: RequestRecord, number: StreamNumber) -> generate_pb
 
 def step_costs_from_proto(message: generate_pb2.StepCosts) -> LearntCosts:
     """Convert the costs of steps in a generation group's status."""
-    plain, launched = read(WorkCost, message.plain), read(WorkCost, message.launched)
-    return read(LearntCosts, message, plain=plain, launched=launched)
+    plain, verifying = read(WorkCost, message.plain), read(WorkCost, message.verifying)
+    return read(LearntCosts, message, plain=plain, verifying=verifying)

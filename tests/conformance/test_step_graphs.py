@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.modeling.forward.step_graphs import step_shapes
 from tests.support.kernels.triton import steps
 from tests.support.kernels.triton.process import HAS_TRITON, Run
-from tests.support.models.tiny_models import build_tiny
+from tests.support.models.tiny_models import build_tiny, random_decoder
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")]
 
@@ -18,6 +19,22 @@ def test_rows_of_a_step_get_the_tokens_of_the_cpu(interpreter: Run, window: int 
 
 def check_on_cpu(window: int | None) -> None:
     steps.check_steps(window=window)
+
+
+def test_steps_of_all_shapes_have_the_logits_of_the_cpu(interpreter: Run) -> None:
+    interpreter(check_shapes_on_cpu)
+
+
+def check_shapes_on_cpu() -> None:
+    steps.check_shapes()
+
+
+@pytest.mark.parametrize(("num_slots", "max_prefill_tokens"), [(1, 16), (16, 256), (48, 2048), (256, 2048)])
+def test_few_shapes_are_captured(num_slots: int, max_prefill_tokens: int) -> None:
+    shapes = step_shapes(random_decoder(), num_slots, max_prefill_tokens, drafts=True)
+    assert len(set(shapes)) == len(shapes) <= 64
+    assert [shape.num_rows for shape in shapes if shape.most_queries == 1][-1] == num_slots
+    assert max(shape.num_tokens for shape in shapes if not shape.num_spans) <= max(256, num_slots)
 
 
 @pytest.mark.parametrize("name", ["gemma3", pytest.param("qwen3_moe", marks=pytest.mark.ci)])

@@ -96,3 +96,8 @@ def test_tensors_that_do_not_fit_are_refused(text: str) -> None:
 @pytest.mark.parametrize("window", [None, 9])
 def test_steps_over_pages_choose_the_tokens_of_the_cpu(captures: bool, window: int | None) -> None:
     steps.check_steps(CudaDevice(), captures=captures, window=window)
+
+
+@pytest.mark.parametrize("captures", [False, True], ids=["launched", "captured"])
+def test_steps_of_all_shapes_have_the_logits_of_the_cpu(captures: bool) -> None:
+    steps.check_shapes(CudaDevice(), captures=captures)

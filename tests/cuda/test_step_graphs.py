@@ -34,10 +34,6 @@ def test_rows_join_and_leave(check: Check, step_graphs: bool) -> None:
     check(step_engines.check_joining_and_leaving, step_graphs=step_graphs)
 
 
-def test_a_step_that_measures_decoding_replays_no_graph(check: Check) -> None:
-    check(step_engines.check_measuring_steps)
-
-
 def test_choices_share_a_prompt(check: Check) -> None:
     check(step_engines.check_choices)
 

@@ -223,7 +223,7 @@ async def test_status_steps_grow(client: Client) -> None:
     status = await client.status()
     assert status.num_steps >= before + 8
     costs = status.step_costs
-    assert costs.num_steps > 0 and costs.prefill_s > 0 and costs.launched == costs.plain
+    assert costs.num_steps > 0 and costs.prefill_s > 0 and costs.verifying == costs.plain
     assert costs.plain.step_s + costs.plain.token_s > 0  # steps of one sequence do not tell one from the other
 
 

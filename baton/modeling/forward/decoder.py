@@ -28,6 +28,7 @@ from torch import Tensor
 
 from baton.modeling.device.cpu import CpuDevice
 from baton.modeling.device.port import Device
+from baton.modeling.device.sending import to_device
 from baton.modeling.forward.attention import Attention, Kernel, default_kernel, on_device
 from baton.modeling.forward.decode_rows import DecodeRows, has_native_rows
 from baton.modeling.forward.fused_layers import fuse
@@ -172,10 +173,12 @@ class Decoder:
         positions must be below the length of the model's context."""
         return Step(self._positions(spans), tuple(_slices(spans)))
 
-    def embed(self, token_ids: Sequence[int], step: Step) -> Tensor:
+    def embed(self, token_ids: Sequence[int] | Tensor, step: Step) -> Tensor:
         """Return the input `[T, D]` of the first layer. `token_ids` contains the new tokens of all spans of `step`, in
-        the order of the spans."""
-        return self.enter(torch.tensor(token_ids, device=self.weights.device), step.positions)
+        the order of the spans. If it is a tensor, it is int64 and on the device."""
+        if not isinstance(token_ids, Tensor):
+            token_ids = to_device(torch.tensor(token_ids), self.weights.device)
+        return self.enter(token_ids, step.positions)
 
     def enter(self, token_ids_T: Tensor, positions: Positions) -> Tensor:
         """Return the input `[T, D]` of the first layer: the embeddings of the token ids, plus learned positions if the
@@ -224,7 +227,7 @@ class Decoder:
 
     def forward(
         self,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | Tensor,
         spans: Sequence[SequenceSpan],
         turns: LayerTurns | None = None,
         *,
@@ -235,7 +238,7 @@ class Decoder:
         """Run all layers on the new tokens, and return the hidden states of the tokens in `results`, `[R, D]`.
 
         `spans`: for each sequence a span, which is a run of consecutive new tokens with access to the sequence's KV.
-        `token_ids`: the new tokens of all spans, concatenated.
+        `token_ids`: the new tokens of all spans, concatenated; as numbers, or as a tensor on the device, int64.
 
         `turns`: callbacks before and after each layer. Callbacks that do not select keys leave the result bitwise
         unchanged.
@@ -255,7 +258,9 @@ class Decoder:
         step, others = self._begin_ragged(spans, most_queries if self._has_no_windows else 1)
         assert picks is None or (step.rows is not None and not others and most_queries == 1), "only rows pick keys"
         hidden_TD = self.embed(token_ids, step)
-        results_R = None if results is None else torch.tensor(results, dtype=torch.int64, device=hidden_TD.device)
+        results_R = None
+        if results is not None:
+            results_R = to_device(torch.tensor(results, dtype=torch.int64), hidden_TD.device)
         fused = self.fused if turns is None else None
         if fused is not None and isinstance(step.rows, DecodeRows) and fused.fit(step.rows, len(hidden_TD)):
             hidden_TD = fused.run(hidden_TD, step.positions, step.rows, picks)

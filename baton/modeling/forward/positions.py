@@ -13,6 +13,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from baton.modeling.device.sending import to_device
+
 
 class Positions(Protocol):
     """Position information of the tokens of one forward pass: cosines and sines (RoPE), or learned vectors."""
@@ -53,4 +55,4 @@ class LearnedTable:
     rows_PD: Tensor
 
     def lookup(self, positions_T: Tensor) -> LearnedPositions:
-        return LearnedPositions(self.rows_PD[positions_T.to(self.rows_PD.device)])
+        return LearnedPositions(self.rows_PD[to_device(positions_T, self.rows_PD.device)])

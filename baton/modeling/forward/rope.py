@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.modeling.device.sending import to_device
 from baton.modeling.forward.model_config import ModelConfig, RopeScaling
 from baton.modeling.kernels import native
 from baton.modeling.kernels.triton.launch import compiles_for
@@ -125,7 +126,7 @@ class RotaryTable:
     def lookup(self, positions_T: Tensor) -> Rotation:
         """Return the cosines and sines of these positions. Each position must be below the length of the model's
         context."""
-        positions_T = positions_T.to(self._cos_P1H.device)
+        positions_T = to_device(positions_T, self._cos_P1H.device)
         return Rotation(self._cos_P1H[positions_T], self._sin_P1H[positions_T], self.in_place)
 
 

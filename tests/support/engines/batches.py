@@ -35,7 +35,7 @@ class Batch:
     def plan(self) -> StepPlan:
         return self._scheduling_policy.plan(self.rows)
 
-    def run(self, took_s: Callable[[StepPlan], float] | None = None, *, is_replayed: bool = False) -> StepPlan:
+    def run(self, took_s: Callable[[StepPlan], float] | None = None) -> StepPlan:
         """Run one step as the engine does: advance all planned sequences, and add an output token to each sequence that
         samples."""
         plan = self.plan()
@@ -47,7 +47,7 @@ class Batch:
             row.num_known += span.samples
             row.num_output += span.samples
         if took_s is not None:
-            self._scheduling_policy.took(plan, took_s(plan), is_replayed=is_replayed)
+            self._scheduling_policy.took(plan, took_s(plan))
         return plan
 
 
@@ -79,5 +79,5 @@ class OneByOne:
             return StepPlan(spans, decoding=Decoding(1, row.num_known))
         return StepPlan(spans, num_prefill_tokens=missing[slot])
 
-    def took(self, plan: StepPlan, seconds: float, *, is_replayed: bool = False) -> None:
+    def took(self, plan: StepPlan, seconds: float) -> None:
         """Ignore the step's duration."""

@@ -59,12 +59,12 @@ _LIKELY: dict[tuple[tuple[int, ...], float, int], list[int]] = {}
 class WatchedDecoder(Decoder):
     """Decoder that calls `before` with the tokens and spans of each forward pass."""
 
-    def __init__(self, decoder: Decoder, before: Callable[[Sequence[int], Sequence[SequenceSpan]], None]) -> None:
+    def __init__(self, decoder: Decoder, before: Callable[[Any, Sequence[SequenceSpan]], None]) -> None:
         super().__init__(decoder.config, decoder.weights, decoder.kernel)
         self._before = before
 
     def forward(
-        self, token_ids: Sequence[int], spans: Sequence[SequenceSpan], *args: Any, **options: Any
+        self, token_ids: Sequence[int] | torch.Tensor, spans: Sequence[SequenceSpan], *args: Any, **options: Any
     ) -> torch.Tensor:
         self._before(token_ids, spans)
         return super().forward(token_ids, spans, *args, **options)
@@ -242,8 +242,8 @@ def harness(
     drafts = own if speculator is None else speculator(slots, own)
     scheduling_policy = scheduling_policy or ChunkedPrefillPolicy.of(config, model)
     running = RunningRows(slots, scheduling_policy, drafts, None if saver is None else saver.give_up)
-    decode_steps = make_device_steps(decoder, residency, config, clock)
-    engine = GenerationEngine(model, running, config, decode_steps=decode_steps)
+    device_steps = make_device_steps(decoder, residency, config, clock)
+    engine = GenerationEngine(model, running, config, device_steps=device_steps)
     try:
         with ends_empty(slots):
             yield (made := Harness(decoder, slots, engine, clock, saver))

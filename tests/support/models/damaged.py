@@ -16,6 +16,6 @@ DAMAGED = 94
 class DamagedDecoder(Decoder):
     """Decoder whose embedding of the token DAMAGED is NaN."""
 
-    def embed(self, token_ids: Sequence[int], step: Step) -> Tensor:
+    def embed(self, token_ids: Sequence[int] | Tensor, step: Step) -> Tensor:
         hidden_TD = super().embed(token_ids, step)
         return hidden_TD.masked_fill((torch.tensor(token_ids) == DAMAGED).unsqueeze(1), math.nan)

@@ -161,8 +161,8 @@ class PacedPolicy:
         self._steps.planned(plan, rows)
         return plan
 
-    def took(self, plan: StepPlan, seconds: float, *, is_replayed: bool = False) -> None:
-        self._inner.took(plan, seconds, is_replayed=is_replayed)
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        self._inner.took(plan, seconds)
 
 
 class PacedStepDecoder(Decoder):
@@ -174,7 +174,7 @@ class PacedStepDecoder(Decoder):
 
     def forward(
         self,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | Tensor,
         spans: Sequence[SequenceSpan],
         turns: LayerTurns | None = None,
         **options: Any,

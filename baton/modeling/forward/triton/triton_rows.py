@@ -9,13 +9,15 @@ Shape letters: B sequences, T tokens of the step, N heads, G kv heads, C pages o
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from baton.modeling.device.sending import to_device
 from baton.modeling.forward.selection import Picks
 from baton.modeling.kernels.triton.append import append_kv
 from baton.modeling.kernels.triton.decode import SeenKeys, decode_attention
@@ -23,6 +25,8 @@ from baton.modeling.kernels.triton.row_kernels import StepRows
 from baton.modeling.kernels.triton.spans import SpanRows, divide, span_attention, tiles_for
 from baton.modeling.kernels.triton.tiles import MOST_QUERIES, alike, power_of_two
 from baton.modeling.kv.buffers import KvPlace
+
+Ints = npt.NDArray[np.int32]
 
 
 class TritonRows:
@@ -72,47 +76,88 @@ class TritonRows:
         return last, last.data_LPS2GH[(layer - len(first.data_LPS2GH)) % len(last.data_LPS2GH)]
 
 
+class RowArrays(NamedTuple):
+    """Kernel arguments that describe the KV of some sequences in one pool of pages, in host memory, int32. `few`: the
+    sequences with at most MOST_QUERIES new tokens. `many`: all others."""
+
+    slots_U: Ints
+    """For each token of the step, the index of its key among the tokens of all pages (`append_kv`)."""
+    few: "TableArrays"
+    many: "TableArrays"
+    unseen_B2: Ints
+    """Range of keys to which each sequence of `few` does not attend. Empty if all attend to all of their keys."""
+    blocks_X2: Ints
+    """Blocks of queries of `many` (`SpanRows`)."""
+
+
+class TableArrays(NamedTuple):
+    """Block table, numbers of keys, numbers of new tokens before each sequence, and indices of the first new tokens, as
+    in `StepRows`."""
+
+    table_BC: Ints
+    lengths_B: Ints
+    starts_E: Ints
+    firsts_B: Ints
+
+
+def arrays_of(spans: Sequence[tuple[int, KvPlace]], group: int, tile_rows: int) -> RowArrays:
+    """Return the kernel arguments of spans in one pool. `spans`: for each span, the index of its first token among the
+    tokens of the step, and the location of its keys. `group`: number of query heads that share a kv head. `tile_rows`:
+    number of pairs of a query and a head in a block of queries."""
+    tables = [place.table for _, place in spans if place.table is not None]
+    assert len(tables) == len(spans), "rows of Triton's kernels have pages"
+    page_tokens = tables[0].page_tokens
+    num_pages = -(-max(place.num_keys for _, place in spans) // page_tokens)
+    table_BC = np.zeros((len(tables), alike(num_pages)), np.int32)
+    for row, table in enumerate(tables):
+        pages_C = table.pages_C[:num_pages]
+        table_BC[row, : len(pages_C)] = pages_C
+    few = [row for row, (_, place) in enumerate(spans) if place.num_new <= MOST_QUERIES]
+    many = [row for row, (_, place) in enumerate(spans) if place.num_new > MOST_QUERIES]
+    few_places, many_places = ([spans[row][1] for row in rows] for rows in (few, many))
+    has_unseen = any(place.unseen is not None for place in few_places)
+    assert all(place.unseen is None for place in many_places), "long spans attend to all earlier keys"
+    unseen = [(0, 0) if each.unseen is None else (each.unseen.start, each.unseen.end) for each in few_places]
+    new, keys = ([getattr(each, name) for each in many_places] for name in ("num_new", "num_keys"))
+    few_arrays, many_arrays = (
+        TableArrays(table_BC[rows], *_numbers([spans[row] for row in rows])) for rows in (few, many)
+    )
+    return RowArrays(
+        _slots(spans, table_BC, page_tokens),
+        few_arrays,
+        many_arrays,
+        np.array(unseen if has_unseen else [], np.int32).reshape(-1, 2),
+        divide(new, keys, group, tile_rows) if many else np.zeros((0, 2), np.int32),
+    )
+
+
 class _Pool:
     """Kernel arguments that describe the KV of the spans (consecutive new tokens of one sequence) in one pool of
     pages. They are copied to the device together."""
 
     def __init__(self, spans: Sequence[tuple[int, KvPlace]], group: int) -> None:
         tables = [place.table for _, place in spans if place.table is not None]
-        assert len(tables) == len(spans), "rows of Triton's kernels have pages"
         self.data_LPS2GH = tables[0].data_LPS2GH
-        page_tokens = tables[0].page_tokens
-        capacity = page_tokens * max(len(table.pages_C) for table in tables)
-        num_pages = -(-max(place.num_keys for _, place in spans) // page_tokens)
-        table_BC = np.zeros((len(tables), alike(num_pages)), np.int32)
-        for row, table in enumerate(tables):
-            pages_C = table.pages_C[:num_pages]
-            table_BC[row, : len(pages_C)] = pages_C
-        few = [row for row, (_, place) in enumerate(spans) if place.num_new <= MOST_QUERIES]
-        many = [row for row, (_, place) in enumerate(spans) if place.num_new > MOST_QUERIES]
-        parts = [_slots(spans, table_BC, page_tokens)]
-        for rows in (few, many):
-            parts += [table_BC[rows].reshape(-1), *_numbers([spans[row] for row in rows])]
-        few_places, many_places = ([spans[row][1] for row in rows] for rows in (few, many))
-        has_unseen = any(place.unseen is not None for place in few_places)
-        assert all(place.unseen is None for place in many_places), "long spans attend to all earlier keys"
-        unseen = [(0, 0) if each.unseen is None else (each.unseen.start, each.unseen.end) for each in few_places]
-        parts.append(np.array(unseen if has_unseen else [], np.int32).reshape(-1))
-        tiles = tiles_for(self.data_LPS2GH[0])
-        new, keys = ([getattr(each, name) for each in many_places] for name in ("num_new", "num_keys"))
-        parts.append(divide(new, keys, group, tiles.rows).reshape(-1) if many else np.zeros(0, np.int32))
+        capacity = tables[0].page_tokens * max(len(table.pages_C) for table in tables)
+        tiles = tiles_for(self.data_LPS2GH.shape[5], self.data_LPS2GH.dtype, self.data_LPS2GH.device)
+        slots, few, many, unseen, blocks = arrays_of(spans, group, tiles.rows)
+        parts = [each.reshape(-1) for each in (slots, *few, *many, unseen, blocks)]
         self.slots_U, *sent, unseen_X, blocks_X = _sent(parts, self.data_LPS2GH.device)
         """For each token of the step, the index of its key among the tokens of all pages (`append_kv`)."""
-        self.few = _rows(sent[:4], few_places, capacity) if few else None
+        few_places, many_places = (
+            [place for _, place in spans if (place.num_new <= MOST_QUERIES) == is_few] for is_few in (True, False)
+        )
+        self.few = _rows(sent[:4], few_places, capacity) if few_places else None
         """Kernel argument for decode attention: the spans with at most MOST_QUERIES new tokens."""
-        self.many = SpanRows(_rows(sent[4:], many_places, capacity), blocks_X.view(-1, 2), tiles) if many else None
+        self.many = None
         """Kernel argument for prefill attention: all other spans."""
-        self.unseen_B2 = unseen_X.view(-1, 2) if has_unseen else None
+        if many_places:
+            self.many = SpanRows(_rows(sent[4:], many_places, capacity), blocks_X.view(-1, 2), tiles)
+        self.unseen_B2 = unseen_X.view(-1, 2) if len(unseen) else None
         """Ranges of keys to which the spans in `few` do not attend."""
 
 
-def _slots(
-    spans: Sequence[tuple[int, KvPlace]], table_BC: npt.NDArray[np.int32], page_tokens: int
-) -> npt.NDArray[np.int32]:
+def _slots(spans: Sequence[tuple[int, KvPlace]], table_BC: Ints, page_tokens: int) -> Ints:
     """Return the index of each token's key among the tokens of all pages, by the token's index in the step. -1: the
     token belongs to none of these spans."""
     first_B, new_B = np.array([(first, place.num_new) for first, place in spans]).T
@@ -125,12 +170,13 @@ def _slots(
     return slots_U
 
 
-def _numbers(spans: Sequence[tuple[int, KvPlace]]) -> list[npt.NDArray[np.int32]]:
+def _numbers(spans: Sequence[tuple[int, KvPlace]]) -> tuple[Ints, Ints, Ints]:
     """Return the numbers of keys of spans, the numbers of new tokens before each span, and the indices of the spans'
     first tokens in the step."""
     starts = itertools.accumulate((place.num_new for _, place in spans), initial=0)
-    numbers: list[Iterable[int]] = [[place.num_keys for _, place in spans], starts, [first for first, _ in spans]]
-    return [np.array(list(each), np.int32) for each in numbers]
+    numbers = [place.num_keys for _, place in spans], list(starts), [first for first, _ in spans]
+    lengths_B, starts_E, firsts_B = (np.array(each, np.int32) for each in numbers)
+    return lengths_B, starts_E, firsts_B
 
 
 def _rows(sent: Sequence[Tensor], places: Sequence[KvPlace], capacity: int) -> StepRows:
@@ -147,11 +193,11 @@ def _rows(sent: Sequence[Tensor], places: Sequence[KvPlace], capacity: int) -> S
     )
 
 
-def _sent(parts: Sequence[npt.NDArray[np.int32]], device: torch.device) -> list[Tensor]:
+def _sent(parts: Sequence[Ints], device: torch.device) -> list[Tensor]:
     """Copy arrays to the device, in one copy. Each result begins at a multiple of 64 bytes."""
     starts = list(itertools.accumulate((alike(len(part)) for part in parts), initial=0))
     whole_X = np.zeros(starts[-1], np.int32)
     for start, part in zip(starts, parts, strict=False):
         whole_X[start : start + len(part)] = part
-    there_X = torch.from_numpy(whole_X).to(device)
+    there_X = to_device(torch.from_numpy(whole_X), device)
     return [there_X[start : start + len(part)] for start, part in zip(starts, parts, strict=False)]

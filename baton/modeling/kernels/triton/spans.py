@@ -38,9 +38,9 @@ class SpanRows:
     """Block sizes with which `blocks_X2` was made."""
 
 
-def tiles_for(pages_PS2GH: Tensor) -> PrefillTiles:
-    """Return the block sizes of `span_attention` for these pages."""
-    return span_tiles(pages_PS2GH.shape[4], pages_PS2GH.dtype, shared_bytes_of(pages_PS2GH.device))
+def tiles_for(head_dim: int, dtype: torch.dtype, device: torch.device) -> PrefillTiles:
+    """Return the block sizes of `span_attention` on a device, for heads of `head_dim` elements."""
+    return span_tiles(head_dim, dtype, shared_bytes_of(device))
 
 
 def divide(num_new: Sequence[int], num_keys: Sequence[int], group: int, tile_rows: int) -> npt.NDArray[np.int32]:

@@ -183,7 +183,7 @@ class DoomedDecoder(Decoder):
         self._fate.step(Moment.COMPLETE, layer)
         return super().complete(layer, hidden_TD, attended_TNH)
 
-    def forward(self, token_ids: Sequence[int], *args: Any, **options: Any) -> Tensor:
+    def forward(self, token_ids: Sequence[int] | Tensor, *args: Any, **options: Any) -> Tensor:
         self._fate.step(Moment.FORWARD, 0)
         part = DEADLY[:3]  # a step may compute any section of a prompt
         if any(tuple(token_ids[at : at + len(part)]) == part for at in range(len(token_ids))):

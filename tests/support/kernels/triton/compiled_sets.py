@@ -11,7 +11,8 @@ import torch
 
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.drawing import RowDraw
-from baton.modeling.forward.step_graphs import DecodeRow, StepGraphs
+from baton.modeling.forward.step_graphs import StepGraphs
+from baton.modeling.forward.step_inputs import StepShape
 from baton.modeling.forward.triton.attention import triton_kernel
 from baton.modeling.hosting import compile_decoder
 from baton.modeling.kernels.triton.launch import launching_by
@@ -29,6 +30,7 @@ from tests.support.engines.devices import TensorDevice
 from tests.support.engines.generation import harness, prompt
 from tests.support.kernels.paged_rows import in_pages
 from tests.support.kernels.triton.launches import CountedOps, Recorder, as_on_a_gpu
+from tests.support.kernels.triton.steps import decode_step
 from tests.support.models.tiny_models import random_decoder
 
 LONG, SHORT = 40_000, 640
@@ -173,6 +175,7 @@ def _forward(decoder: Decoder, spans: list[PageSpan]) -> object:
 
 
 def _whole_step(decoder: Decoder, spans: list[PageSpan]) -> object:
-    tables = [span.pages.table for span in spans]
-    graphs = StepGraphs(decoder, tables[0].data_LPS2GH, len(tables[0].pages_C), [len(spans)], captures=False)
-    return graphs.run([DecodeRow(0, table, 40, GREEDY_DRAW) for table in tables])
+    table, size = spans[0].pages.table, len(spans)
+    shapes = [StepShape(size, size, size, 1, size)]
+    graphs = StepGraphs(decoder, table.data_LPS2GH, len(table.pages_C), shapes, captures=False)
+    return graphs.launch(*decode_step([[0] * 40] * size, [GREEDY_DRAW] * size, [span.pages for span in spans]))

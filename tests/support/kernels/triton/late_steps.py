@@ -51,7 +51,7 @@ class LateQueue:
 def late_engine(device: Device | None = None, **options: Any) -> Iterator[tuple[Harness, LateQueue]]:
     """Run an engine on a late device. At the end, check that all pages are free."""
     with engine_on(device or TensorDevice(), max_slot_tokens=MAX_TOKENS, **options) as (made, _):
-        counted = made.engine._pipeline._runner._decode_steps
+        counted = made.engine._pipeline._runner._device_steps
         assert counted is not None
         steps, queue = vars(counted)["steps"], LateQueue()
         assert isinstance(steps, StepGraphs)

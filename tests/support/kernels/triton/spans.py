@@ -85,7 +85,7 @@ def attended(step: Step, device: str, spoilt: str = "") -> Tensor:
         firsts_B=firsts_B.to(device),
     )
     pages_PS2GH, q_TNH = step.pages_PS2GH.to(device), step.q_TNH.to(device).roll(1, 0)
-    tiles = tiles_for(pages_PS2GH)
+    tiles = tiles_for(pages_PS2GH.shape[4], pages_PS2GH.dtype, pages_PS2GH.device)
     if case.tile_keys is not None:
         tiles = PrefillTiles(case.tile_keys, case.tile_keys, num_warps=4)
     blocks_X2 = torch.from_numpy(divide(step.num_new, step.lengths, case.group, tiles.rows)).to(device)

@@ -2,19 +2,19 @@
 on a GPU."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
+
+from torch import Tensor
 
 from baton.modeling.device.port import Device
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.step_graphs import PendingTokens, StepGraphs
-from baton.modeling.kv.pages import PAGE_TOKENS
+from baton.modeling.forward.step_inputs import StepTokens
+from baton.modeling.kv.pages import PAGE_TOKENS, PageSpan
 from baton.sampling_params import SamplingParams
-from baton.types import SlotId, TokenRange
-from generate_workers.engine.scheduling_policy import Progress, StepPlan
-from generate_workers.engine.status import StepStats
+from baton.types import TokenRange
 from generate_workers.residency.paged import PagedResidency
 from generate_workers.slots.kv_memory import MemoryLimits
 from tests.support.engines.devices import TensorDevice
@@ -44,9 +44,13 @@ class CountedSteps(StepGraphs):
     def __init__(self, steps: StepGraphs) -> None:
         self.steps, self.num_rows, self.captures = steps, list[int](), steps.captures
 
-    def launch(self, rows: Any) -> PendingTokens:
-        self.num_rows.append(len(rows))
-        return self.steps.launch(rows)
+    def launch(self, tokens: StepTokens, spans: Sequence[PageSpan]) -> PendingTokens:
+        self.num_rows.append(len(spans))
+        return self.steps.launch(tokens, spans)
+
+    def logits(self, tokens: StepTokens, spans: Sequence[PageSpan]) -> Tensor:
+        self.num_rows.append(len(spans))
+        return self.steps.logits(tokens, spans)
 
 
 def decoder_on(device: Device) -> Decoder:
@@ -68,12 +72,12 @@ def engine_on(
     with harness(decoder=decoder_on(device or TensorDevice()), step_graphs=step_graphs, **options) as made:
         runner = made.engine._pipeline._runner
         if not step_graphs:
-            assert runner._decode_steps is None
+            assert runner._device_steps is None
             yield made, []
             return
-        assert isinstance(runner._decode_steps, StepGraphs)
-        counted = CountedSteps(runner._decode_steps)
-        runner._decode_steps = counted
+        assert isinstance(runner._device_steps, StepGraphs)
+        counted = CountedSteps(runner._device_steps)
+        runner._device_steps = counted
         yield made, counted.num_rows
 
 
@@ -91,32 +95,7 @@ def check_joining_and_leaving(device: Device | None = None, *, step_graphs: bool
         for (length, params), stream in zip(asked, streams, strict=True):
             assert stream.token_ids == reference_ids(cpu, prompt(length), params), (length, params)
     if step_graphs:
-        assert set(num_rows) == {2, 3}
-
-
-def check_measuring_steps(device: Device | None = None) -> None:
-    """Check that a step which measures decoding runs through the decoder, and that only others count as replayed."""
-    with engine_on(device) as (made, num_rows):
-        steps, scheduling_policy = made.engine._pipeline._runner._decode_steps, made.engine._running.scheduling_policy
-        assert steps is not None
-        steps.captures = True  # as on a GPU
-        assert made.engine._pipeline._runner.replays
-        _, stream = made.submit(prompt(9), GREEDY)
-        steps_seen, plan = list[StepStats](), scheduling_policy.plan
-
-        def planned(rows: Mapping[SlotId, Progress]) -> StepPlan:
-            return dataclasses.replace(plan(rows), is_launched=len(num_rows) == 2 and len(steps_seen) < 4)
-
-        with patch.object(scheduling_policy, "plan", planned):
-            while not stream.ended.is_set():
-                made.engine.step()
-                last = made.engine.status().last_step
-                assert last is not None
-                if last not in steps_seen[-1:]:
-                    steps_seen.append(last)
-        replayed = [step.is_replayed for step in steps_seen]
-        assert replayed == [False, True, True, False, True, True] and len(num_rows) == 4
-        assert stream.token_ids == reference_ids(eos_decoder(), prompt(9), GREEDY)
+        assert set(num_rows) == {1, 2, 3}
 
 
 def check_choices(device: Device | None = None) -> None:
@@ -126,7 +105,7 @@ def check_choices(device: Device | None = None) -> None:
         answer = made.answer(prompt(20), params)
         for number in range(3):
             assert answer.choice(number).token_ids == reference_ids(cpu, prompt(20), params.of_choice(number))
-    assert num_rows == [3] * (params.max_tokens - 1)
+    assert num_rows == [1, 1] + [3] * (params.max_tokens - 1)
 
 
 def check_preemption(device: Device | None = None) -> None:
@@ -191,5 +170,6 @@ def check_made() -> None:
     """Check that engines run whole steps if their configuration says so and the device has its own memory."""
     for options, expected in (({}, [1, 2, 4, 5]), ({"step_graphs": False}, None), ({"policy": "host"}, None)):
         with harness(decoder=decoder_on(TensorDevice()), num_slots=5, **options) as made:
-            steps = made.engine._pipeline._runner._decode_steps
-            assert (steps.sizes if isinstance(steps, StepGraphs) else None) == expected
+            steps = made.engine._pipeline._runner._device_steps
+            sizes = [shape.num_rows for shape in steps.shapes if shape.most_queries == 1] if steps else None
+            assert sizes == expected

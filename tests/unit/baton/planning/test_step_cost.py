@@ -10,7 +10,7 @@ import pytest
 
 from baton.planning.hardware import cpu_rank, derive_step
 from baton.planning.model_shape import ModelShape
-from baton.planning.step_cost import StepCost
+from baton.planning.step_cost import StepCost, StepKind
 from baton.planning.work_cost import StepWork, WorkCost
 from tests.support.kernels.os_memory import without_collections
 
@@ -45,7 +45,7 @@ class Simulated:
         return self.factor * (TRUE.seconds(work) + prefill_work * RATE_S)
 
     def predicted_s(self, work: StepWork, prefill_work: float = 0.0) -> float:
-        return self.cost.launched.seconds(work) + prefill_work * self.cost.prefill_s
+        return self.cost.plain.seconds(work) + prefill_work * self.cost.prefill_s
 
     def run(self, work: StepWork, prefill_work: float = 0.0, stall: float = 1.0) -> None:
         noise = self._chance.uniform(0.95, 1.05)
@@ -124,7 +124,7 @@ def test_an_engine_that_has_become_much_slower_is_not_taken_for_one_that_stalls(
 
 def test_costs_begin_as_they_are_given() -> None:
     cost = StepCost(TRUE)
-    assert (cost.plain, cost.launched, cost.prefill_s) == (TRUE, TRUE, TRUE.token_s)
+    assert (cost.plain, cost.verifying, cost.drafting, cost.prefill_s) == (TRUE, TRUE, TRUE, TRUE.token_s)
     assert cost.learnt.num_steps == 0
 
 
@@ -150,7 +150,7 @@ def test_what_one_kind_of_step_does_not_tell_is_as_the_start_value_says() -> Non
     for _ in range(20):
         cost.observe(StepWork.plain(1, 1000), 0.0, 2 * TRUE.seconds(StepWork.plain(1, 1000)))
     for work in (StepWork.plain(1, 1000), StepWork.plain(16, 16000), VERIFYING):
-        assert cost.launched.seconds(work) == pytest.approx(2 * TRUE.seconds(work), rel=0.02)
+        assert cost.plain.seconds(work) == pytest.approx(2 * TRUE.seconds(work), rel=0.02)
 
 
 def test_the_first_prompts_replace_a_rate_that_is_far_off() -> None:
@@ -161,18 +161,21 @@ def test_the_first_prompts_replace_a_rate_that_is_far_off() -> None:
 
 def test_steps_that_replay_a_graph_have_costs_of_their_own() -> None:
     cost = StepCost(TRUE, launch_s=3 * LAUNCH_S)
-    assert cost.plain == cost.launched == replace(TRUE, step_s=3 * LAUNCH_S)
+    launched = replace(TRUE, step_s=3 * LAUNCH_S)
+    assert cost.plain == cost.verifying == cost.drafting == launched
     cost.replays = True
-    assert cost.plain == TRUE
+    assert cost.plain == cost.verifying == TRUE and cost.drafting == launched
     for _ in range(10):
-        cost.observe(PLAIN, 0.0, 5e-3, is_replayed=True)
+        cost.observe(PLAIN, 0.0, 5e-3)
     assert cost.plain.seconds(PLAIN) == pytest.approx(5e-3)
-    assert cost.launched == replace(TRUE, step_s=3 * LAUNCH_S)
+    assert cost.verifying == TRUE and cost.drafting == launched
     for _ in range(10):
-        cost.observe(VERIFYING, 0.0, 0.1)
-    assert cost.launched.seconds(VERIFYING) == pytest.approx(0.1)
+        cost.observe(VERIFYING, 0.0, 0.1, StepKind.VERIFYING)
+        cost.observe(PLAIN, 0.0, 0.3, StepKind.DRAFT)
+    assert cost.verifying.seconds(VERIFYING) == pytest.approx(0.1)
+    assert cost.drafting.seconds(PLAIN) == pytest.approx(0.3)
     assert cost.plain.seconds(PLAIN) == pytest.approx(5e-3)
-    assert (cost.learnt.plain, cost.learnt.launched, cost.learnt.num_steps) == (cost.plain, cost.launched, 20)
+    assert (cost.learnt.plain, cost.learnt.verifying, cost.learnt.num_steps) == (cost.plain, cost.verifying, 30)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -185,7 +188,7 @@ def test_times_of_batches_that_ran_long_ago_do_not_grow_with_each_change(seed: i
         num_rows = step + 1 if step < 50 else 1
         work = StepWork.plain(num_rows, 200 * num_rows)
         cost.observe(work, 0.0, factor * true.seconds(work))
-    known, early = (cost.launched.plain_s(num, 200) / true.plain_s(num, 200) for num in (1, 16))
+    known, early = (cost.plain.plain_s(num, 200) / true.plain_s(num, 200) for num in (1, 16))
     assert 0.5 < early / known < 2
 
 
@@ -202,9 +205,9 @@ def test_a_step_in_which_a_kernel_was_compiled_teaches_nothing() -> None:
     num_compiled = 4
     cost.observe(PLAIN, 0.0, 2.0)
     cost.observe(PLAIN, 0.0, 0.0)
-    assert cost.learnt.num_steps == 0 and cost.launched == TRUE
+    assert cost.learnt.num_steps == 0 and cost.plain == TRUE
     cost.observe(PLAIN, 0.0, 2.0)
-    assert cost.launched.seconds(PLAIN) == pytest.approx(2.0, rel=0.01)
+    assert cost.plain.seconds(PLAIN) == pytest.approx(2.0, rel=0.01)
 
 
 @pytest.mark.parametrize("take", [decode, mix, draft])

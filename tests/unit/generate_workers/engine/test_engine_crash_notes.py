@@ -70,7 +70,7 @@ def test_a_step_that_fails_leaves_nothing_named(monkeypatch: pytest.MonkeyPatch)
     with harness() as made:
         noted = Noted(made.engine)
 
-        def fail(*_: object) -> None:
+        def fail(*_: object, **__: object) -> None:
             raise RuntimeError("broken")
 
         monkeypatch.setattr(made.engine._pipeline._runner, "run", fail)

@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from baton.errors import UnavailableError
 from baton.process.clock import SystemClock
@@ -112,6 +113,32 @@ def test_a_broken_engine_ends_every_stream_and_says_so() -> None:
         made.engine.close()
         assert stream.error == "the generation engine failed: OSError: no clock: restart the worker"
         with pytest.raises(UnavailableError, match="no clock"):
+            made.engine.status()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee the documentation"),
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCompile with ..."),
+        RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+    ],
+)
+def test_an_engine_whose_device_failed_ends_with_one_line(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    with harness() as made:
+        _, stream = made.submit(prompt(9), LONG)
+        monkeypatch.setattr(made.engine._pipeline._runner, "run", fail)
+        made.engine.start()
+        assert stream.ended.wait(WAIT_S)
+        made.engine.close()
+        [line] = [record for record in caplog.records if record.levelname == "ERROR"]
+        assert line.exc_info is None and str(error).splitlines()[0] in line.getMessage()
+        with pytest.raises(UnavailableError, match="restart the worker"):
             made.engine.status()
 
 

@@ -279,31 +279,3 @@ def test_prefills_share_what_a_step_may_take() -> None:
     assert plan.decoding == decoding
     assert plan.num_prefill_tokens == int(7 * step_s(decoding, 0) / RATE_S)
     assert [len(span.tokens) for span in plan.spans] == [1, 40, plan.num_prefill_tokens - 40]
-
-
-def test_a_step_that_measures_decoding_launches_its_kernels_where_others_replay_a_graph() -> None:
-    """Steps that replay a graph do not show how long decoding takes in steps that also prefill."""
-    launched_s, replayed_s = 20e-3, 5e-3
-    rate_s = 0.1 * RATE_S
-    cost = StepCost(WorkCost(replayed_s, 1e-9, 1e-9, 1e-9), launch_s=10e-3)
-    cost.prefill_s = rate_s
-    batch = Batch(ChunkedPrefillPolicy(512, StepBound(cost, 1.5), PrefillWork()))
-    cost.replays = True
-    batch.join(SlotId(0), num_cached=100, num_known=101)
-
-    def run() -> StepPlan:
-        plan = batch.plan()
-        is_replayed = not plan.prefill_work and not plan.is_launched
-        seconds = replayed_s if is_replayed else launched_s + plan.prefill_work * rate_s
-        assert batch.run(lambda _: seconds, is_replayed=is_replayed) == plan
-        return plan
-
-    assert not any(run().is_launched for _ in range(20))
-    batch.join(SlotId(1), num_cached=0, num_known=10_000)
-    plans = [run() for _ in range(60)]
-    assert plans[0].prefill_work and plans[1].is_launched and not plans[1].prefill_work
-    assert all(bool(plan.prefill_work) != plan.is_launched for plan in plans)
-    assert sum(plan.is_launched for plan in plans) <= 3
-    assert cost.launched.seconds(StepWork.plain(1, 140)) == pytest.approx(launched_s, rel=0.01)
-    assert plans[-1].prefill_work * rate_s == pytest.approx(0.5 * launched_s, rel=0.1)
-    assert cost.plain.seconds(StepWork.plain(1, 140)) == pytest.approx(replayed_s, rel=0.01)

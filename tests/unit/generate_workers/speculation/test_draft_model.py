@@ -212,7 +212,7 @@ class RecordingPolicy(ChunkedPrefillPolicy):
 
     latest = StepPlan(())
 
-    def took(self, plan: StepPlan, seconds: float, *, is_replayed: bool = False) -> None:
+    def took(self, plan: StepPlan, seconds: float) -> None:
         self.latest = plan
 
 
@@ -237,7 +237,7 @@ def test_its_steps_are_predicted_and_learnt_by_costs_of_its_own(clock: ManualClo
         speculation = made.engine._speculation
         assert isinstance(speculation, Speculator)
         draft_cost = speculation._draft_cost
-        known_s = draft_cost.launched.seconds(drafting)
+        known_s = draft_cost.drafting.seconds(drafting)
         assert 0 < known_s < 1
         stream = made.submit(prompt(30), dataclasses.replace(PARAMS, max_tokens=1 + 4))[1]
         while not speculation.stats.num_drafts:
@@ -247,7 +247,7 @@ def test_its_steps_are_predicted_and_learnt_by_costs_of_its_own(clock: ManualClo
         took_s = 1.0 if isinstance(clock, TickingClock) else 0.0
         decoding = scheduling_policy.latest.decoding
         assert (decoding.work, decoding.draft_s) == (verifying, took_s)
-        assert draft_cost.launched.seconds(drafting) == pytest.approx(took_s or known_s)
+        assert draft_cost.drafting.seconds(drafting) == pytest.approx(took_s or known_s)
         made.run(stream)
 
 

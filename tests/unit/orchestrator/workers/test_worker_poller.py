@@ -182,7 +182,7 @@ class ReportingClients(LeakyClients):
     async def generation_status(self, timeout_s: float) -> GenerationStatus:
         status = await super().generation_status(timeout_s)
         status.kv.num_bytes = status.kv.num_bytes_free = 10
-        status.step_costs.plain.step_s, status.step_costs.launched.pair_s = 0.5, 0.25
+        status.step_costs.plain.step_s, status.step_costs.verifying.pair_s = 0.5, 0.25
         status.step_costs.prefill_s, status.step_costs.num_steps = 0.125, 7
         return status
 
