@@ -213,7 +213,8 @@ class SlotTable:
 
     def enter(self, refs: Sequence[LeaseRef]) -> list[SlotClaim]:
         """Count a launched step as a user of active slots, and return their claims. A slot that is released before
-        `leave` is called, and its memory, are given to another sequence only after that call."""
+        `leave` is called, and its memory, are given to another sequence only after that call. Before it, no sequence in
+        these slots may copy a page that it shares, because the step may still read that page."""
         with self._lock:
             slots = [self._claims.active(ref) for ref in refs]
             for slot in slots:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from baton.modeling.forward.decoder import Decoder
-from baton.modeling.forward.drawing import RowDraw
-from baton.modeling.forward.step_graphs import StepGraphs
+from baton.modeling.forward.drawing import DrawKind, RowDraw, choose_tokens
+from baton.modeling.forward.step_graphs import StepGraphs, step_shapes
 from baton.modeling.forward.step_inputs import StepShape
 from baton.modeling.forward.triton.attention import triton_kernel
 from baton.modeling.hosting import compile_decoder
@@ -148,6 +149,24 @@ def check_budgets() -> None:
     with as_on_a_gpu():
         assert [_per_layer(each, _forward) for each in news] == [10, 12, 12, 12, 11]
         assert [_per_layer([1] * num_rows, _whole_step) for num_rows in (1, 8)] == [11, 11]
+
+
+def check_traceable() -> None:
+    """Check that steps of all shapes, and the drawing of their tokens, have no sizes that depend on data, and that the
+    host reads no results: they run with tensors that have no data."""
+    with as_on_a_gpu():
+        decoder = decoder_for(640)
+        pages_LPS2GH = TensorDevice().pool_memory(decoder.layout, 4, 64).data_LPS2GH
+        shapes = step_shapes(decoder, 16, 100, drafts=True)
+        graphs = StepGraphs(decoder, pages_LPS2GH, 10, shapes, captures=False)
+        assert {shape.most_queries for shape in shapes} == {1, 2, 4, 9, 16}
+        with launching_by(Recorder(runs=False)), FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+            for shape in shapes:
+                logits_RV = graphs._forward(shape)
+                assert logits_RV.shape == (shape.num_results, decoder.config.vocab_size)
+                for kind in DrawKind:
+                    draws = graphs._inputs[shape].draws
+                    assert choose_tokens(logits_RV, draws, kind).shape == (shape.num_results,)
 
 
 def _per_layer(news: Sequence[int], run: Callable[[Decoder, list[PageSpan]], object]) -> int:

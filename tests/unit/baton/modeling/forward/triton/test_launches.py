@@ -33,5 +33,9 @@ def test_an_engine_that_selects_keys_uses_compiled_kernels(interpreter: Run) -> 
     interpreter(compiled_sets.check_infinigen)
 
 
+def test_the_host_reads_nothing_inside_a_step(interpreter: Run) -> None:
+    interpreter(compiled_sets.check_traceable)
+
+
 def test_a_layer_has_few_launches(interpreter: Run) -> None:
     interpreter(compiled_sets.check_budgets)
