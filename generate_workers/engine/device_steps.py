@@ -9,7 +9,7 @@ from baton.errors import ConfigError
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.experts import LinearExperts, mixtures
 from baton.modeling.forward.step_graphs import StepGraphs, step_bytes, step_shapes
-from baton.modeling.forward.step_inputs import StepShape
+from baton.modeling.forward.triton.step_inputs import StepShape
 from baton.modeling.kv.buffers import OUT_OF_MEMORY
 from baton.modeling.kv.pages import PAGE_TOKENS
 from baton.process.clock import Clock

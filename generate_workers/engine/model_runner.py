@@ -18,7 +18,7 @@ from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.drawing import RowDraw
 from baton.modeling.forward.sampling import score
 from baton.modeling.forward.step_graphs import PendingTokens, StepGraphs
-from baton.modeling.forward.step_inputs import StepTokens
+from baton.modeling.forward.triton.step_inputs import StepTokens
 from baton.modeling.forward.weight_sizes import step_reads
 from baton.modeling.kv.pages import PageSpan
 from baton.types import SlotId, TokenRange

@@ -24,7 +24,7 @@ from torch import Tensor
 from baton.modeling.device.sending import to_device
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.drawing import Draws, choose_tokens
-from baton.modeling.forward.step_inputs import StepInputs, StepShape, StepTokens, input_bytes
+from baton.modeling.forward.triton.step_inputs import StepInputs, StepShape, StepTokens, input_bytes
 from baton.modeling.forward.triton.triton_rows import arrays_of
 from baton.modeling.kernels.triton.append import append_kv
 from baton.modeling.kernels.triton.decode import SeenKeys, decode_attention

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.drawing import DrawKind, RowDraw, choose_tokens
 from baton.modeling.forward.step_graphs import StepGraphs, step_shapes
-from baton.modeling.forward.step_inputs import StepShape
 from baton.modeling.forward.triton.attention import triton_kernel
+from baton.modeling.forward.triton.step_inputs import StepShape
 from baton.modeling.hosting import compile_decoder
 from baton.modeling.kernels.triton.launch import launching_by
 from baton.modeling.kv.buffers import KvBuffer

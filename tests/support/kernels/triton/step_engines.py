@@ -11,7 +11,7 @@ from torch import Tensor
 from baton.modeling.device.port import Device
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.step_graphs import PendingTokens, StepGraphs
-from baton.modeling.forward.step_inputs import StepTokens
+from baton.modeling.forward.triton.step_inputs import StepTokens
 from baton.modeling.kv.pages import PAGE_TOKENS, PageSpan
 from baton.sampling_params import SamplingParams
 from baton.types import TokenRange

@@ -17,7 +17,7 @@ from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.drawing import NO_TOKEN, RowDraw
 from baton.modeling.forward.sampling import SamplerState, sample
 from baton.modeling.forward.step_graphs import StepGraphs, step_shapes
-from baton.modeling.forward.step_inputs import StepShape, StepTokens
+from baton.modeling.forward.triton.step_inputs import StepShape, StepTokens
 from baton.modeling.kv.buffers import HOME, BufferSpan, KvBuffer
 from baton.modeling.kv.pages import PagePool, PageSpan, RowPages
 from baton.modeling.kv.pool_memory import TensorPool
