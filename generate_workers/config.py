@@ -61,7 +61,7 @@ class EngineConfig:
     draft_keys: Annotated[int, Field(ge=2)] = 256
     """Keys of a draft step (snapkv: up to 1.5 times as many). The engine may halve or double it if draft_tokens=0."""
     step_graphs: bool = True
-    """Run decode steps as CUDA graphs (device cuda with Triton); false: launch each kernel, for comparison."""
+    """Run steps as CUDA graphs, one launched ahead (device cuda with Triton); false: launch each kernel."""
     growth_tokens: Count = 256
     """Output tokens for which a new sequence reserves memory. A low value lets more sequences in, but preempts more."""
     watchdog_floor_s: Seconds = 10.0

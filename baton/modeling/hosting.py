@@ -4,6 +4,7 @@
 role calls them again for each role. All functions block.
 """
 
+import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,8 @@ from baton.process.cores import pin
 from baton.settings.base import values_of
 from baton.settings.place import EmulatedLink, WorkerPlace
 from baton.types import KvLayout, TokenRange
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,11 @@ def prepare_kernels(decoder: Decoder) -> None:
         native.load()
     elif decoder.has_triton_rows:
         compile_decoder(decoder)
+    else:
+        logger.warning(
+            "Triton's kernels are not used: torch's are several times slower, and no steps run as CUDA graphs; install "
+            "Triton (`pip install 'baton-serve[cuda]'`), and use bfloat16, float16 or float32"
+        )
 
 
 @torch.inference_mode()

@@ -1,10 +1,16 @@
-"""A worker's threads are on its cores before the model is loaded, so that they place its memory on their NUMA node."""
+"""A worker's threads are on its cores before the model is loaded, so that they place its memory on their NUMA node. A
+worker on a GPU says so if it does not use Triton's kernels."""
 
+import dataclasses
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
+
+from baton.modeling.hosting import prepare_kernels
+from tests.support.models.tiny_models import random_decoder
 
 pytestmark = pytest.mark.integration
 
@@ -34,3 +40,11 @@ def test_all_threads_are_bound_before_the_model_is_loaded() -> None:
     core = max(os.sched_getaffinity(0))
     run = subprocess.run([sys.executable, "-c", SCRIPT, str(core)], check=True, capture_output=True, text=True)
     assert run.stdout.split(maxsplit=1) == ["True", f"{{{core}}}\n"]
+
+
+def test_a_gpu_without_triton_s_kernels_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    decoder = random_decoder()
+    decoder.weights = dataclasses.replace(decoder.weights, device=torch.device("cuda"))
+    prepare_kernels(decoder)
+    [record] = caplog.records
+    assert "Triton" in record.getMessage() and "pip install" in record.getMessage()
