@@ -33,7 +33,7 @@ from baton.text.token_masks import ChoiceMasks
 from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent
 from generate_workers.config import EngineConfig
 from generate_workers.engine.model_runner import ModelRunner
-from generate_workers.engine.pipeline import StepPipeline
+from generate_workers.engine.pipeline import Next, StepPipeline
 from generate_workers.engine.preemption import RunningRows
 from generate_workers.engine.request_queue import RequestQueue
 from generate_workers.engine.rows import EngineStream, EventSink, GenerationRequest, Row, RowEndHook, StreamId
@@ -77,11 +77,11 @@ class GenerationEngine:
 
         # Used only by the engine's thread:
         self._running = running
-        self._runner = ModelRunner(decoder, self.residency, device_steps)
+        runner = ModelRunner(decoder, self.residency, device_steps)
         is_maximal = config.acceptance == "maximal"
-        self._pipeline = StepPipeline(self._runner, running, self._accept, crash_note=crash_note, is_maximal=is_maximal)
+        self._pipeline = StepPipeline(runner, running, self._accept, crash_note=crash_note, is_maximal=is_maximal)
         self._cost = model.step_cost
-        self._cost.replays = self._runner.replays
+        self._cost.replays = runner.replays
         self._waiting: deque[EngineStream] = deque()
         self._leased: dict[StreamId, EngineStream] = {}
         self._num_not_finite = 0
@@ -327,18 +327,18 @@ class GenerationEngine:
             for stream in {running.rows[slot].stream: None for slot in failed if slot in running.rows}:
                 self._end(stream, FinishReason.ERROR, _one_line(error))
 
-    def _accept(self, row: Row, token: SampledToken, drafts: DraftRound | None = None, goes_on: bool = False) -> None:
+    def _accept(self, row: Row, token: Next, drafts: DraftRound | None = None, goes_on: bool = False) -> None:
         """Accept a sequence's next token and emit its event. For the last token, the slot is freed or handed over
-        first."""
+        first. If `token` is an error, end the stream with it."""
         stream = row.stream
         if row not in stream.rows:  # the stream has ended because another of its choices failed
             return
-        if token.token_id == NO_TOKEN:
+        if isinstance(token, SampledToken) and token.token_id == NO_TOKEN:
             self._num_not_finite += 1
-            broken = NotFiniteError(
-                f"the logits behind {len(row.token_ids)} tokens are not finite: is the model damaged?"
-            )
-            self._end(stream, FinishReason.ERROR, _one_line(broken))
+            num_tokens = len(row.token_ids)
+            token = NotFiniteError(f"the logits behind {num_tokens} tokens are not finite: is the model damaged?")
+        if isinstance(token, Exception):
+            self._end(stream, FinishReason.ERROR, _one_line(token))
             return
         try:
             event = row.accept(token, self._clock.unix_ns(), drafts, goes_on=goes_on)

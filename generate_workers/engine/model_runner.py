@@ -8,7 +8,7 @@ Shape suffixes: X tokens whose hidden states are computed to the end, D hidden s
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from baton.errors import InvalidArgumentError, NotFiniteError
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.drawing import RowDraw
 from baton.modeling.forward.sampling import score
-from baton.modeling.forward.step_graphs import PendingTokens, StepGraphs
+from baton.modeling.forward.step_graphs import PendingTokens, StartedStep, StepGraphs
 from baton.modeling.forward.triton.step_inputs import StepTokens
 from baton.modeling.forward.weight_sizes import step_reads
 from baton.modeling.kv.pages import PageSpan
@@ -34,18 +34,22 @@ _SCORED_TOKENS = 64
 for each token of the vocabulary."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class LaunchedStep:
     """Step that was launched on the device, and whose tokens the host has not read yet."""
 
     plan: StepPlan
     places: Mapping[Row, int]
     """Index in `tokens` of each sequence that samples."""
-    tokens: PendingTokens
+    tokens: PendingTokens | StartedStep
+    """Next token of each sequence. A StartedStep: the tokens must be drawn after the step before has been read, because
+    the host changes the logits first."""
     num_tokens: int
     """Number of new tokens of all sequences."""
     num_kv_bytes: int
     """Bytes of KV that attention reads."""
+    failed: dict[Row, InvalidArgumentError] = field(default_factory=dict)
+    """Sequences whose token could not be drawn, because their grammar does not allow their output."""
 
 
 @dataclass(frozen=True)
@@ -144,20 +148,41 @@ class ModelRunner:
     def launch(self, plan: StepPlan, rows: Mapping[SlotId, Row], behind: LaunchedStep | None) -> LaunchedStep | None:
         """Launch a step entirely on the device, and do not wait for it. `behind`: the step before, if its tokens have
         not been read; else None. `rows` has the sequences by slot. Return None, and run nothing, if the plan is empty,
-        has drafts, or needs the host before its tokens are drawn."""
+        has drafts, scores a prompt, reports logprobs, or samples for several choices."""
         if self._device_steps is None or not plan:
             return None
-        if not all(_needs_no_host(rows[span.slot], span) for span in plan.spans):
+        if not all(_runs_ahead(rows[span.slot], span) for span in plan.spans):
             return None
         gathered = _Gathered.of(plan, rows, {})
         draws = _draws(gathered.sampling)
-        if draws is None:
-            return None
         with self._residency.step(gathered.spans) as step:
             tokens = gathered.step(draws, {} if behind is None else behind.places)
-            pending = self._device_steps.launch(tokens, _in_pages(step))
+            launch = self._device_steps.start if draws is None else self._device_steps.launch
+            launched = launch(tokens, _in_pages(step))
         places = {row: place for row, _, place in gathered.sampling}
-        return LaunchedStep(plan, places, pending, len(gathered.token_ids), step.num_bytes_read)
+        return LaunchedStep(plan, places, launched, len(gathered.token_ids), step.num_bytes_read)
+
+    @torch.inference_mode()
+    def draw(self, step: LaunchedStep) -> PendingTokens:
+        """Launch the drawing of a step's tokens, unless it was launched with the step, and return the tokens. The step
+        before must have been read. Sequences whose grammar does not allow their output are added to `step.failed`, and
+        their tokens mean nothing."""
+        if isinstance(step.tokens, PendingTokens):
+            return step.tokens
+        for row in step.places:
+            try:
+                row.sampler.settle(0)
+            except InvalidArgumentError as error:
+                step.failed[row] = error
+        draws = [RowDraw.of(row.sampler.params, row.sampler.position) for row in step.places]
+
+        def adjust(logits_RV: Tensor) -> None:
+            for row, place in step.places.items():
+                if row not in step.failed:
+                    row.sampler.adjust(logits_RV[place])
+
+        step.tokens = step.tokens.draw(draws, adjust)
+        return step.tokens
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts, *, needs_logits: bool = True) -> Verified:
@@ -234,9 +259,11 @@ def _settle(plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts) -> None:
                 raise RowError(part.slot, str(error)) from error
 
 
-def _needs_no_host(row: Row, span: RowSpan) -> bool:
-    """Return True if a sequence has no drafts, scores no prompt, and samples for itself alone."""
-    return not (span.num_drafts or (span.samples and row.followers) or len(row.unscored(span.tokens)))
+def _runs_ahead(row: Row, span: RowSpan) -> bool:
+    """Return True if a sequence's part of a plan can be launched before the step before has been read."""
+    if span.num_drafts or len(row.unscored(span.tokens)):
+        return False
+    return not span.samples or not (row.followers or row.sampler.params.logprobs is not None)
 
 
 def _draws(sampling: Sequence[tuple[Row, Draft, int]]) -> list[RowDraw] | None:

@@ -2,10 +2,14 @@
 tokens of the step before it, so that the host's work on these tokens and the next step run at the same time
 (asynchronous scheduling).
 
-A step can be launched in this way if it runs entirely on the device (`baton.modeling.forward.step_graphs`), and has no
-drafts. All other steps run after all earlier ones were read. When a token ends its sequence, the next step may already
-run with this sequence. This costs one token, which is discarded. The slot of such a sequence, and its memory, are used
-by others only after that step has been read, because each launched step counts as a user of its slots.
+A step can be launched in this way if its forward pass runs entirely on the device
+(`baton.modeling.forward.step_graphs`), and it has no drafts. All other steps run after all earlier ones were read. If
+the host must change logits before tokens are drawn from them, because of penalties, biases or grammars, it launches the
+drawing when it has read the step before. Meanwhile, the device computes the forward pass.
+
+When a token ends its sequence, the next step may already run with this sequence. This costs one token, which is
+discarded. The slot of such a sequence, and its memory, are used by others only after that step has been read, because
+each launched step counts as a user of its slots.
 
 Owned by the engine's thread.
 """
@@ -23,7 +27,9 @@ from generate_workers.engine.scheduling_policy import StepPlan
 from generate_workers.engine.status import StepStats
 from generate_workers.slots.leases import SlotClaim
 
-Accept = Callable[[Row, SampledToken, DraftRound | None, bool], None]
+Next = SampledToken | Exception
+"""Next token of a sequence, or the reason why it could not be sampled."""
+Accept = Callable[[Row, Next, DraftRound | None, bool], None]
 """Function that accepts the next token of a sequence. Its last arguments are the result of the sequence's drafts, and
 True if the step has further tokens for the sequence."""
 
@@ -72,8 +78,10 @@ class StepPipeline:
 
     def launch(self, plan: StepPlan) -> bool:
         """Launch the plan's step, and count its unread tokens as known. Afterwards the step before it, if it is unread,
-        must be read. Return False, and change nothing, if the plan does not run entirely on the device."""
+        must be read. Return False, and change nothing, if the plan cannot be launched in this way."""
         behind = self._unread[-1].step if self._unread else None
+        if behind is not None:
+            self._runner.draw(behind)
         watched, launched_s = self._running.watched_in(plan), self._clock.now_s()
         step = self._runner.launch(plan, self._running.rows, behind)
         if step is None:
@@ -93,11 +101,11 @@ class StepPipeline:
         unread = self._unread[0]
         step = unread.step
         try:
-            token_ids = step.tokens.result()
+            token_ids = self._runner.draw(step).result()
         finally:
             self._end_oldest()
         for row, place in step.places.items():
-            self._accept(row, SampledToken(token_ids[place]), None, False)
+            self._accept(row, step.failed.get(row) or SampledToken(token_ids[place]), None, False)
         now_s, since_s = self._clock.now_s(), max(unread.launched_s, self._read_s)
         self._read_s = now_s
         self._took(step.plan, self._runner.launched_stats(step, now_s - since_s))

@@ -55,6 +55,10 @@ def test_a_token_that_ends_a_sequence_is_read_late(check: Check) -> None:
     check(late_steps.check_ends)
 
 
+def test_logits_are_changed_late(check: Check) -> None:
+    check(late_steps.check_grammars)
+
+
 @pytest.mark.parametrize(
     ("seed", "num_requests"), [(0, 12), *(pytest.param(seed, 30, marks=pytest.mark.nightly) for seed in range(1, 9))]
 )

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.errors import InvalidArgumentError, NotFiniteError
+from baton.modeling.device.sending import to_device
 from baton.modeling.forward.drawing import (
     NO_TOKEN,
     Draws,
@@ -181,11 +182,11 @@ class SamplerState:
         num_tokens = logits_V.shape[0]
         if self.params.logit_bias:
             known = self._bias_ids < num_tokens
-            ids = self._bias_ids[known].to(logits_V.device)
-            logits_V[ids] += self._bias[known].to(logits_V.device)
+            ids = to_device(self._bias_ids[known], logits_V.device)
+            logits_V[ids] += to_device(self._bias[known], logits_V.device)
         if self.position < self.params.min_tokens and self._stop_ids:
             ids = self._stop_id_tensor[self._stop_id_tensor < num_tokens]
-            logits_V[ids.to(logits_V.device)] = -math.inf
+            logits_V[to_device(ids, logits_V.device)] = -math.inf
         if self._masks is not None:
             _forbid(logits_V, self._masks.allowed())
 
@@ -201,7 +202,7 @@ class SamplerState:
 def _forbid(logits_V: Tensor, most: NDArray[np.float32]) -> None:
     """Limit each logit to its upper bound in `most`, and forbid tokens beyond the end of `most`."""
     num_known = min(len(most), len(logits_V))
-    most_K = torch.from_numpy(most[:num_known]).to(logits_V.device)
+    most_K = to_device(torch.from_numpy(most[:num_known]), logits_V.device)
     torch.minimum(logits_V[:num_known], most_K, out=logits_V[:num_known])
     logits_V[num_known:] = -math.inf
 
@@ -244,7 +245,7 @@ class _SeenTokens:
         must have been seen."""
         ids_C = torch.frombuffer(self._ids, dtype=torch.int64)
         counts_C = torch.frombuffer(self._counts, dtype=torch.float32)
-        return ids_C.to(device, copy=True), counts_C.to(device, copy=True)
+        return to_device(ids_C.clone(), device), to_device(counts_C.clone(), device)
 
 
 def sample(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[SampledToken]:

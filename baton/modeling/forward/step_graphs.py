@@ -16,6 +16,7 @@ head dim, D hidden size.
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from baton.modeling.device.sending import to_device
 from baton.modeling.forward.decoder import Decoder
-from baton.modeling.forward.drawing import Draws, choose_tokens
+from baton.modeling.forward.drawing import Draws, RowDraw, choose_tokens
 from baton.modeling.forward.triton.step_inputs import StepInputs, StepShape, StepTokens, input_bytes
 from baton.modeling.forward.triton.triton_rows import arrays_of
 from baton.modeling.kernels.triton.append import append_kv
@@ -110,6 +111,15 @@ class PendingTokens:
         return token_ids
 
 
+@dataclass(frozen=True)
+class StartedStep:
+    """Step whose forward pass was launched, and whose tokens are not drawn yet."""
+
+    draw: Callable[[Sequence[RowDraw], Callable[[Tensor], None]], PendingTokens]
+    """Launches the drawing. Its arguments are the parameters for drawing a token from each result, and a function that
+    first changes the logits of the results in place. All earlier steps must have been read."""
+
+
 class StepGraphs:
     """Steps of several shapes, captured in CUDA graphs. The KV of all sequences must be in the pages of one pool. Used
     by one thread at a time."""
@@ -169,19 +179,30 @@ class StepGraphs:
         sequence, its new tokens in the order of `tokens`, and its pages. The step writes the KV of the new tokens. Only
         the step before may still be unread. On a CPU, the step has ended when the method returns."""
         assert tokens.draws is not None
-        token_ids_R = self._results[self._num_launched % _IN_FLIGHT][: len(tokens.results)]
-        kind = max((draw.kind(self._decoder.config.vocab_size) for draw in tokens.draws), default=None)
-        forward = self._prepared(tokens, spans)
+        turn, forward = self._num_launched % _IN_FLIGHT, self._prepared(tokens, spans)
+        return self._drawn(turn, tokens.draws, forward)
+
+    @torch.inference_mode()
+    def start(self, tokens: StepTokens, spans: Sequence[PageSpan]) -> "StartedStep":
+        """Launch the forward pass of one step, whose tokens are drawn later. `spans`: as in `launch`. Only the step
+        before may still be unread."""
+        turn, forward = self._num_launched % _IN_FLIGHT, self._prepared(tokens, spans)
+        found = list[Tensor]()
 
         @torch.inference_mode()
         def work() -> None:
-            logits_RV, draws = forward()
-            if kind is not None:
-                assert draws is not None
-                self._chosen_R[: len(token_ids_R)] = choose_tokens(logits_RV, draws, kind)
-                token_ids_R.copy_(self._chosen_R[: len(token_ids_R)], non_blocking=True)
+            found.append(forward()[0])
 
-        return PendingTokens(token_ids_R, self._queue(work))
+        self._queue(work)
+
+        def draw(draws: Sequence[RowDraw], adjust: Callable[[Tensor], None]) -> PendingTokens:
+            def adjusted() -> tuple[Tensor, Draws]:
+                adjust(found[0])
+                return found[0], Draws.of(draws, self._there.device)
+
+            return self._drawn(turn, draws, adjusted)
+
+        return StartedStep(draw)
 
     @torch.inference_mode()
     def logits(self, tokens: StepTokens, spans: Sequence[PageSpan]) -> Tensor:
@@ -189,6 +210,24 @@ class StepGraphs:
         launched. `spans`: as in `launch`. All earlier steps must have been read."""
         logits_RV, _ = self._prepared(tokens, spans)()
         return logits_RV
+
+    def _drawn(
+        self, turn: int, draws: Sequence[RowDraw], forward: Callable[[], tuple[Tensor, Draws | None]]
+    ) -> PendingTokens:
+        """Launch the drawing of tokens. `forward` returns the logits and the parameters for drawing. `turn`: number of
+        the host memory for the tokens."""
+        token_ids_R = self._results[turn][: len(draws)]
+        kind = max((draw.kind(self._decoder.config.vocab_size) for draw in draws), default=None)
+
+        @torch.inference_mode()
+        def work() -> None:
+            logits_RV, drawing = forward()
+            if kind is not None:
+                assert drawing is not None
+                self._chosen_R[: len(draws)] = choose_tokens(logits_RV, drawing, kind)
+                token_ids_R.copy_(self._chosen_R[: len(draws)], non_blocking=True)
+
+        return PendingTokens(token_ids_R, self._queue(work))
 
     def _prepared(self, tokens: StepTokens, spans: Sequence[PageSpan]) -> Callable[[], tuple[Tensor, Draws | None]]:
         """Write the inputs of a step, and return a function that runs its forward pass on the device. The function

@@ -2,7 +2,7 @@
 on a GPU."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from baton.modeling.device.port import Device
 from baton.modeling.forward.decoder import Decoder
-from baton.modeling.forward.step_graphs import PendingTokens, StepGraphs
+from baton.modeling.forward.drawing import Draws
+from baton.modeling.forward.step_graphs import StepGraphs
 from baton.modeling.forward.triton.step_inputs import StepTokens
 from baton.modeling.kv.pages import PAGE_TOKENS, PageSpan
 from baton.sampling_params import SamplingParams
@@ -38,19 +39,16 @@ FILTERED = dataclasses.replace(DRAWN, top_p=0.8, top_k=30, min_p=0.01, seed=4)
 BY_HOST = dataclasses.replace(FILTERED, repetition_penalty=1.3, logprobs=1, max_tokens=2)
 
 
-class CountedSteps(StepGraphs):
-    """StepGraphs that record the number of sequences of each step."""
+def counted(steps: StepGraphs) -> list[int]:
+    """Return a list to which the number of sequences of each further step is added."""
+    num_rows, prepared = list[int](), steps._prepared
 
-    def __init__(self, steps: StepGraphs) -> None:
-        self.steps, self.num_rows, self.captures = steps, list[int](), steps.captures
+    def prepare(tokens: StepTokens, spans: Sequence[PageSpan]) -> Callable[[], tuple[Tensor, Draws | None]]:
+        num_rows.append(len(spans))
+        return prepared(tokens, spans)
 
-    def launch(self, tokens: StepTokens, spans: Sequence[PageSpan]) -> PendingTokens:
-        self.num_rows.append(len(spans))
-        return self.steps.launch(tokens, spans)
-
-    def logits(self, tokens: StepTokens, spans: Sequence[PageSpan]) -> Tensor:
-        self.num_rows.append(len(spans))
-        return self.steps.logits(tokens, spans)
+    vars(steps)["_prepared"] = prepare
+    return num_rows
 
 
 def decoder_on(device: Device) -> Decoder:
@@ -75,10 +73,8 @@ def engine_on(
             assert runner._device_steps is None
             yield made, []
             return
-        assert isinstance(runner._device_steps, StepGraphs)
-        counted = CountedSteps(runner._device_steps)
-        runner._device_steps = counted
-        yield made, counted.num_rows
+        assert runner._device_steps is not None
+        yield made, counted(runner._device_steps)
 
 
 def check_joining_and_leaving(device: Device | None = None, *, step_graphs: bool = True) -> None:
