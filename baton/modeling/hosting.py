@@ -18,6 +18,7 @@ from baton.modeling.checkpoints.weights import load_decoder
 from baton.modeling.device.copying import LinkRate
 from baton.modeling.device.making import make_device
 from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.drawing import compile_draws
 from baton.modeling.kernels import native
 from baton.modeling.kernels.process_kernels import KERNELS
 from baton.modeling.kernels.triton.prefill import compile_prefills
@@ -115,16 +116,16 @@ def prepare_kernels(decoder: Decoder) -> None:
 
 @torch.inference_mode()
 def compile_decoder(decoder: Decoder) -> None:
-    """Compile the Triton kernels with which a decoder computes prompts whose KV is in buffers: norms, gates, RoPE and
-    attention. Triton compiles a kernel when it is launched for the first time with arguments of a new kind, such as
-    another dtype, which takes about a second. The decoder must have Triton kernels."""
+    """Compile the Triton kernels with which a decoder computes prompts whose KV is in buffers, and draws tokens: norms,
+    gates, RoPE, attention and sampling. Triton compiles a kernel when it is launched for the first time with arguments
+    of a new kind, such as another dtype, which takes about a second. The decoder must have Triton kernels."""
     config = decoder.config
     heads = config.num_heads, config.num_kv_heads, config.head_dim
     has_windows = any(window is not None for window in config.windows)
     compile_prefills(heads, decoder.dtype, decoder.weights.device, with_masks=has_windows)
     tokens = TokenRange(0, 1)
     span = BufferSpan(decoder.device.buffer(decoder.layout, tokens), tokens)
-    decoder.logits(decoder.forward([0], [span]))
+    compile_draws(decoder.logits(decoder.forward([0], [span])))
 
 
 def prefix_place(place: WorkerPlace) -> PrefixPlace | None:

@@ -32,7 +32,7 @@ _BLOCK_TOKENS = 64
 """Unit of `generate.max_slot_tokens`: the number of tokens of a page of KV."""
 _KV_SHARE = 0.9
 """Fraction of a GPU's memory for KV, after the weights are loaded, as in `generate_workers.engine.memory_limits`."""
-_LOGIT_BYTES = 100
+_LOGIT_BYTES = 12
 """Estimated number of device bytes per logit of a step that draws tokens on the GPU."""
 
 

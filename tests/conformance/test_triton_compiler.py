@@ -1,5 +1,5 @@
-"""Triton's compiler takes the attention kernels for NVIDIA's architecture 9.0, without a GPU: what the interpreter runs
-(test_triton_kernels.py) is also what compiles. Nothing is launched.
+"""Triton's compiler takes the kernels of attention and sampling for NVIDIA's architecture 9.0, without a GPU: what the
+interpreter runs (test_triton_kernels.py) is also what compiles. Nothing is launched.
 """
 
 from collections.abc import Iterator
@@ -76,6 +76,15 @@ def test_no_thread_of_attention_spills_registers(
     found = run(compiling.compiled_wide, torch.bfloat16, head_dim, shared_bytes, window)
     found += run(compiling.compiled, torch.bfloat16, head_dim, 4, 1)
     assert [(each.name, each.num_spilled_bytes) for each in found if each.num_spilled_bytes] == []
+
+
+@pytest.mark.parametrize("vocab_size", [128_256, pytest.param(50_257, marks=pytest.mark.ci)])
+def test_the_sampler_compiles_and_spills_no_registers(run: Run, vocab_size: int) -> None:
+    found = run(compiling.compiled_sampler, vocab_size)
+    drawn, filtered = ["find_largest", "draw_part", "choose_best"], ["find_largest", *["count_keys"] * 5, "draw_part"]
+    assert [each.name for each in found] == [*drawn, *filtered, "choose_best"]
+    assert [(each.name, each.num_spilled_bytes) for each in found if each.num_spilled_bytes] == []
+    assert max(each.shared_bytes for each in found) <= SHARED_BYTES
 
 
 def test_a_cpu_is_refused_where_nothing_interprets() -> None:

@@ -6,7 +6,7 @@ import torch
 
 from baton.modeling.device.cuda import CudaDevice
 from tests.support.kernels.covering import covering
-from tests.support.kernels.triton import copies, decode, prefill, refusals, spans, steps
+from tests.support.kernels.triton import copies, decode, prefill, refusals, sampler, spans, steps
 from tests.support.kernels.triton.decode import DecodeCase
 from tests.support.kernels.triton.prefill import PrefillCase
 
@@ -101,3 +101,18 @@ def test_steps_over_pages_choose_the_tokens_of_the_cpu(captures: bool, window: i
 @pytest.mark.parametrize("captures", [False, True], ids=["launched", "captured"])
 def test_steps_of_all_shapes_have_the_logits_of_the_cpu(captures: bool) -> None:
     steps.check_shapes(CudaDevice(), captures=captures)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "num_rows"), [(64, 40_000), (700, 40_000), (4096, 20_000), (50_257, 200), (128_256, 200)]
+)
+def test_drawn_tokens_are_those_of_each_row(vocab_size: int, num_rows: int) -> None:
+    for seed in range(num_rows // 200):
+        sampler.check_random(seed, 200, vocab_size, "cuda")
+
+
+def test_a_batch_has_rows_of_all_parameters() -> None:
+    sampler.check_mixed(5000, "cuda")
+    sampler.check_equal("cuda")
+    sampler.check_other_rows("cuda")
+    sampler.check_without_distribution("cuda")

@@ -3,9 +3,10 @@
 `sampling` adjusts logits to a request's history, and then draws with this module. There are two implementations with
 the same filters and the same noise:
 
-- On a CPU, tokens are drawn one sequence after another. Only as many tokens are examined as the filters may keep.
-- `choose_tokens` draws for a whole batch on the logits' device. The host reads nothing, so `step_graphs` can
-  capture the drawing in a CUDA graph together with the step.
+- On a CPU, and on a GPU without Triton, tokens are drawn one sequence after another. Only as many tokens are examined
+  as the filters may keep.
+- `choose_tokens` draws for a whole batch with Triton's kernels. The host reads nothing, so `step_graphs` can capture
+  the drawing in a CUDA graph together with the step.
 
 Filters are applied in the order of vLLM: min-p, top-k, top-p. The probabilities for top-p are normalised over the
 tokens that min-p and top-k keep. Equally likely tokens are ordered by id, so top-k keeps exactly k tokens.
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from baton.modeling.kernels import native
+from baton.modeling.kernels.triton.sampler.sampler import draw_tokens
 from baton.sampling_params import SamplingParams
 
 NO_TOKEN = -1
@@ -112,22 +114,21 @@ def is_greedy(params: SamplingParams) -> bool:
 
 def choose_tokens(logits_BV: Tensor, draws: Draws, kind: DrawKind) -> Tensor:
     """Choose the next token of each row of logits, `[B]`, int64, without waiting for the device. `kind` is the largest
-    DrawKind that any of the rows needs.
+    DrawKind that any of the rows needs. All kinds except greedy ones need Triton, and a GPU or Triton's interpreter.
 
     If the largest logit of a row is not finite, no token can be drawn, and the result is that of `largest_tokens`.
     """
-    greedy_B = largest_tokens(logits_BV)
     if kind is DrawKind.GREEDY:
-        return greedy_B
-    largest_B1, temperature_B1 = logits_BV.amax(-1, keepdim=True), draws.temperature_B.unsqueeze(1)
-    is_drawn_B1 = (temperature_B1 > 0) & largest_B1.isfinite()
-    scaled_BV = (logits_BV - largest_B1) / temperature_B1.masked_fill(~is_drawn_B1, 1.0)
-    if kind is DrawKind.DRAWN:
-        ids_V = torch.arange(logits_BV.shape[1], device=logits_BV.device)
-        drawn_B = _noise(draws.key_B.unsqueeze(1), ids_V).add_(scaled_BV).argmax(-1)
-    else:
-        drawn_B = _draw_sorted(scaled_BV, draws)
-    return torch.where(is_drawn_B1.squeeze(1), drawn_B, greedy_B)
+        return largest_tokens(logits_BV)
+    return draw_tokens(logits_BV, draws, filters=kind is DrawKind.FILTERED)
+
+
+def compile_draws(logits_BV: Tensor) -> None:
+    """Compile the Triton kernels of all kinds of drawing for a vocabulary. They are the same for all batches. The
+    logits may have any values."""
+    draws = Draws.of([_GREEDY] * len(logits_BV), logits_BV.device)
+    for kind in DrawKind:
+        choose_tokens(logits_BV, draws, kind)
 
 
 def largest_tokens(logits_BV: Tensor) -> Tensor:
@@ -137,17 +138,6 @@ def largest_tokens(logits_BV: Tensor) -> Tensor:
     found_B = logits_BV.argmax(-1)
     is_token_B = logits_BV.gather(-1, found_B.unsqueeze(-1)).squeeze(-1) < math.inf
     return found_B.masked_fill_(~is_token_B, NO_TOKEN)
-
-
-def _draw_sorted(scaled_BV: Tensor, draws: Draws) -> Tensor:
-    """Draw a token for each row among those that its filters keep. Sorts the whole vocabulary."""
-    sorted_BV, ids_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
-    mass_BV = _mass(sorted_BV, draws.floor_B.unsqueeze(1))
-    rank_V = torch.arange(scaled_BV.shape[1], device=scaled_BV.device)
-    mass_BV.masked_fill_(rank_V >= draws.top_k_B.unsqueeze(1), 0.0)
-    kept_BV = _reaches(mass_BV, draws.top_p_B.unsqueeze(1), mass_BV.sum(-1, keepdim=True))
-    scores_BV = _noise(draws.key_B.unsqueeze(1), ids_BV).add_(sorted_BV).masked_fill_(~kept_BV, -math.inf)
-    return ids_BV.gather(1, scores_BV.argmax(-1, keepdim=True)).squeeze(1)
 
 
 def choose_by_rows(logits_BV: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[int]:
@@ -229,19 +219,18 @@ def _floor(params: SamplingParams) -> float:
     return math.log(params.min_p) if params.min_p else -math.inf
 
 
-def _mass(scaled_RC: Tensor, floor: Tensor | float) -> Tensor:
+def _mass(scaled_C: Tensor, floor: float) -> Tensor:
     """Return probabilities, not normalised, in float64. They are 0 below min-p's floor."""
-    scaled_RC = scaled_RC.double()
-    return scaled_RC.exp().masked_fill_(scaled_RC < floor, 0.0)
+    scaled_C = scaled_C.double()
+    return scaled_C.exp().masked_fill_(scaled_C < floor, 0.0)
 
 
-def _reaches(mass_RC: Tensor, top_p: Tensor | float, total: Tensor) -> Tensor:
-    """Return True for the shortest prefix of each row (in descending order) whose mass is at least `top_p` times
-    `total`."""
-    before_RC = mass_RC.cumsum(-1) - mass_RC
-    kept_RC = (mass_RC > 0) & ((before_RC < top_p * total) | (top_p >= 1))
-    kept_RC[..., 0] = True
-    return kept_RC
+def _reaches(mass_C: Tensor, top_p: float, total: Tensor) -> Tensor:
+    """Return True for the shortest prefix (in descending order) whose mass is at least `top_p` times `total`."""
+    before_C = mass_C.cumsum(0) - mass_C
+    kept_C = (mass_C > 0) & ((before_C < top_p * total) | (top_p >= 1))
+    kept_C[0] = True
+    return kept_C
 
 
 def largest_ids(values_V: Tensor, count: int) -> Tensor:
@@ -297,12 +286,8 @@ def gumbel_noise(keys_R: Sequence[int], ids_C: Tensor) -> Tensor:
     The noise is -log(-log u) with u = (h + 1/2) / 2^52, where h is an integer of 52 hash bits. float64 represents u
     exactly, and u is never 0 or 1.
     """
-    return _noise(torch.tensor([_signed(key) for key in keys_R], device=ids_C.device).unsqueeze(1), ids_C)
-
-
-def _noise(keys_R1: Tensor, ids: Tensor) -> Tensor:
-    """Return the noise of `gumbel_noise`. The keys are int64. `ids` are shared by all rows, or given for each row."""
-    bits_RC = (ids + 1).mul_(_signed(_STEP)) + keys_R1  # int64 arithmetic wraps around, as the hash needs it
+    keys_R1 = torch.tensor([_signed(key) for key in keys_R], device=ids_C.device).unsqueeze(1)
+    bits_RC = (ids_C + 1).mul_(_signed(_STEP)) + keys_R1  # int64 arithmetic wraps around, as the hash needs it
     for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
         bits_RC.bitwise_xor_(_logical_shift(bits_RC, shift))
         if factor != 1:

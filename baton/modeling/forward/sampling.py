@@ -41,6 +41,7 @@ from baton.modeling.forward.drawing import (
     largest_ids,
     largest_tokens,
 )
+from baton.modeling.kernels.triton.launch import compiles_for
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, SampledToken, TokenLogprob
 
@@ -268,7 +269,7 @@ def choose(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[int]:
     logit bias and forbidden tokens are applied."""
     for logits_V, state in zip(logits_BV, states, strict=True):
         state.adjust(logits_V)
-    if not logits_BV.is_cuda:
+    if not compiles_for(logits_BV.device, logits_BV.dtype):
         return choose_by_rows(logits_BV, [(state.params, state.position) for state in states])
     rows = [RowDraw.of(state.params, state.position) for state in states]
     kind = max(row.kind(logits_BV.shape[1]) for row in rows)

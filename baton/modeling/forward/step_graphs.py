@@ -38,9 +38,9 @@ _WARM_UPS = 2
 not allowed during a capture."""
 _IN_FLIGHT = 2
 """Maximum number of launched steps whose tokens the host has not read."""
-_LOGIT_BYTES = 100
-"""Estimated number of device bytes per logit in a step with filters: copies of the logits from bf16 to float64, noise,
-and sorting."""
+_LOGIT_BYTES = 12
+"""Estimated number of device bytes per logit in a step with filters: 6 bytes for the logits in bf16 and fp32. The
+sampler's histograms have 98 kB for each row, which is at most 6 bytes for each of 16,384 tokens or more."""
 _VERIFIED_TOKENS = (2, 4, 9)
 """Numbers of new tokens per sequence of captured steps that verify drafts: 1, 3 and 8 drafts, and the token before
 them."""

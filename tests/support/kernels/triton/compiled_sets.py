@@ -2,6 +2,8 @@
 launches. No kernel is compiled. The functions need a process with Triton's interpreter.
 """
 
+import dataclasses
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -38,8 +40,16 @@ LONG, SHORT = 40_000, 640
 """Maximum numbers of tokens of a sequence."""
 OVER_PAGES = {"append_token", "attend_split", "merge_splits", "attend_span"}
 POINTWISE = {"norm_token", "gate_tile", "turn_heads"}
+SAMPLER = {"find_largest", "count_keys", "draw_part", "choose_best"}
 GREEDY_DRAW = RowDraw(key=0, top_k=97, floor=-math.inf, top_p=1.0, temperature=0.0)
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
+PARAMS = (
+    dataclasses.replace(GREEDY, temperature=1.0, seed=3),
+    dataclasses.replace(GREEDY, temperature=0.8, top_k=20, top_p=0.9, seed=4),
+    dataclasses.replace(GREEDY, temperature=0.8, presence_penalty=0.1, seed=5),
+    GREEDY,
+)
+"""Sampling parameters of an engine's sequences: all kinds of draws, on the device and after changes by the host."""
 LENGTHS = (70, 250, 1, 17, 120, 33)
 
 
@@ -114,14 +124,14 @@ def check_engine(window: int | None, options: dict[str, Any]) -> None:
         assert made.slots.ledger() == ledger
         assert not isinstance(residency, PagedResidency) or residency.pool.num_taken == 0, "pages were left behind"
         with launching_by(recorder):
-            for length in LENGTHS:
-                made.submit(prompt(length), GREEDY)
+            for length, params in zip(LENGTHS, itertools.cycle(PARAMS), strict=False):
+                made.submit(prompt(length), params)
                 made.engine.step()
             made.run()
     names = OVER_PAGES if sizes["policy"] == "device" else {"attend_block"}
     if window is not None:
         names = names - {"merge_splits"}  # the keys of a small window are not divided
-    check_known(recorder.keys, compiled, names | POINTWISE)
+    check_known(recorder.keys, compiled, names | POINTWISE | SAMPLER)
 
 
 def check_infinigen() -> None:

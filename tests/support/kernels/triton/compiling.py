@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.drawing import compile_draws
 from baton.modeling.kernels.triton.append import append_kv
 from baton.modeling.kernels.triton.copies import copy_heads, copy_rows
 from baton.modeling.kernels.triton.decode import SeenKeys, decode_attention
@@ -75,6 +76,11 @@ def compiled_wide(
         span_attention(q_TNH, pages_PS2GH, spans, window=window)
 
     return _compiling(call)
+
+
+def compiled_sampler(vocab_size: int) -> list[Compiled]:
+    """Compile the kernels that draw tokens from a vocabulary."""
+    return _compiling(lambda: compile_draws(torch.zeros(2, vocab_size)))
 
 
 def _compiling(call: Callable[[], object]) -> list[Compiled]:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from baton.modeling.forward import linear, norms, rope
+from baton.modeling.forward import linear, norms, rope, sampling
 from baton.modeling.kernels.triton.launch import is_interpreted, run_kernel
 from tests.support.kernels.triton.compiling import AbsentGpu
 
@@ -70,9 +70,10 @@ class CountedOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Inside the `with` block, let norms, gates and RoPE on the CPU use Triton's kernels, as on a GPU. Attention uses
+    """Inside the `with` block, let norms, gates, RoPE and sampling on the CPU use Triton's kernels, as on a
+    GPU. Attention uses
     them on a decoder of `tests.support.kernels.triton.step_engines.decoder_on`."""
     with ExitStack() as entered:
-        for module in (linear, norms, rope):
+        for module in (linear, norms, rope, sampling):
             entered.enter_context(patch.object(module, "compiles_for", lambda device, dtype: True))
         yield

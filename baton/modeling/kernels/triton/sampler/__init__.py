@@ -1,0 +1,1 @@
+"""Triton kernels that draw the next tokens of a batch from logits. `sampler` contains the operator."""
