@@ -116,3 +116,5 @@ def test_a_batch_has_rows_of_all_parameters() -> None:
     sampler.check_equal("cuda")
     sampler.check_other_rows("cuda")
     sampler.check_without_distribution("cuda")
+    sampler.check_near_ties("cuda")
+    sampler.check_limits_of_filters("cuda")

@@ -16,6 +16,7 @@ from baton.modeling.forward.drawing import (
     RowDraw,
     choose_tokens,
     draw_row,
+    gumbel_noise,
     is_greedy,
     largest_tokens,
     noise_key,
@@ -135,3 +136,30 @@ def check_without_distribution(device: str) -> None:
             whole = row_by_row(logits_BV, rows)
             logits_BV[1, slice(None) if value == -math.inf else 77] = value
             assert together(logits_BV.to(device), rows) == [whole[0], token, whole[2]], (fields, value)
+
+
+def check_near_ties(device: str) -> None:
+    """Check rows in which the scores of all tokens are equal except for the rounding of fp32, at several
+    temperatures."""
+    vocab_size, temperatures = 300, (1.0, 0.3, 1.7, 1.0)
+    rows = [(params_of({"temperature": each}, seed), 2) for seed, each in enumerate(temperatures)]
+    noise_BV = gumbel_noise([noise_key(params.seed, at) for params, at in rows], torch.arange(vocab_size))
+    logits_BV = (-noise_BV * torch.tensor(temperatures).unsqueeze(1)).float()
+    assert together(logits_BV.to(device), rows) == row_by_row(logits_BV, rows)
+
+
+def check_limits_of_filters(device: str) -> None:
+    """Check top-p among the tokens that top-k keeps, and tokens at both sides of min-p's limit."""
+    rng, generator = random.Random(4), torch.Generator().manual_seed(4)
+    logits_BV = torch.randn(24, 700, generator=generator)
+    rows = [
+        (params_of({"top_k": rng.randint(20, 690), "top_p": rng.uniform(0.3, 0.99)}, seed), 1) for seed in range(24)
+    ]
+    assert together(logits_BV.to(device), rows) == row_by_row(logits_BV, rows)
+    floor = torch.tensor(math.log(0.3)).nextafter(torch.tensor(-2.0))
+    near_V = [floor.nextafter(torch.tensor(0.0)), floor, floor.nextafter(torch.tensor(-2.0)), torch.tensor(-1.3)]
+    logits_BV = torch.stack(near_V).unsqueeze(1).repeat(1, 100)
+    logits_BV[:, 0] = 0.0
+    rows = [(params_of({"min_p": 0.3}, seed), 1) for seed in range(len(near_V))]
+    found = together(logits_BV.to(device), rows)
+    assert found == row_by_row(logits_BV, rows) and found[-1] == 0
