@@ -1,10 +1,10 @@
-"""Triton kernels for accelerators: paged decode attention, prefill attention, and appending of KV.
+"""Triton kernels for accelerators: paged decode attention, prefill attention, appending of KV, and sampling.
 
 `decode`, `spans`, `prefill` and `append` contain the operators, which check their tensors and launch kernels. `spans`
-is prefill attention over pages, and `prefill` over contiguous segments. `row_kernels` describes the KV of a step's
-sequences, `tiles` chooses all block sizes, and `launch` launches all kernels. Triton is an optional dependency
-(`baton-serve[cuda]`) and is imported at the first call. On the device `cuda`, the decoder calls these kernels
-(`baton.modeling.forward.triton.triton_rows`, `baton.modeling.forward.triton.attention`).
+is prefill attention over pages, and `prefill` over contiguous segments. `sampler` draws the next tokens. `row_kernels`
+describes the KV of a step's sequences, `tiles` chooses the block sizes of attention, and `launch` launches all kernels.
+Triton is an optional dependency (`baton-serve[cuda]`) and is imported at the first call. On the device `cuda`, the
+decoder calls these kernels (`baton.modeling.forward.triton.triton_rows`, `baton.modeling.forward.triton.attention`).
 
 Tests without a GPU cover indexing, masks and sums. Triton's interpreter runs the kernels on the CPU, and the results
 are compared with float64 (tests/conformance/test_triton_kernels.py). Triton's compiler compiles them for NVIDIA's
