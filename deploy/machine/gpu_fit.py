@@ -32,6 +32,8 @@ _BLOCK_TOKENS = 64
 """Unit of `generate.max_slot_tokens`: the number of tokens of a page of KV."""
 _KV_SHARE = 0.9
 """Fraction of a GPU's memory for KV, after the weights are loaded, as in `generate_workers.engine.memory_limits`."""
+_MOST_VERIFIED = 64
+"""Number of tokens whose logits a step may need to verify drafts, even if the engine has fewer slots."""
 _LOGIT_BYTES = 12
 """Estimated number of device bytes per logit of a step that draws tokens on the GPU."""
 
@@ -107,6 +109,6 @@ def engine_sizes(config: ClusterConfig, model: ResolvedModel, gpu: GpuState, ste
     num_slots = next(fast, min(_NUM_SLOTS))
     if kv_bytes < SEQUENCE_TOKENS * token_bytes + num_slots * logit_bytes:
         num_slots = most  # fewer sequences, so that one has enough tokens
-    num_blocks = max((kv_bytes - num_slots * logit_bytes) // (token_bytes * _BLOCK_TOKENS), 1)
+    num_blocks = max((kv_bytes - max(num_slots, _MOST_VERIFIED) * logit_bytes) // (token_bytes * _BLOCK_TOKENS), 1)
     tokens = min(num_blocks * _BLOCK_TOKENS, model.config.max_position, _MOST_TOKENS)
     return {"num_slots": num_slots, "max_slot_tokens": tokens}

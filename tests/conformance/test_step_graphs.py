@@ -34,7 +34,7 @@ def test_few_shapes_are_captured(num_slots: int, max_prefill_tokens: int) -> Non
     shapes = step_shapes(random_decoder(), num_slots, max_prefill_tokens, drafts=True)
     assert len(set(shapes)) == len(shapes) <= 64
     assert [shape.num_rows for shape in shapes if shape.most_queries == 1][-1] == num_slots
-    assert max(shape.num_tokens for shape in shapes if not shape.num_spans) <= max(256, num_slots)
+    assert max(shape.num_tokens for shape in shapes if not shape.num_spans) <= max(64, num_slots)
 
 
 @pytest.mark.parametrize("name", ["gemma3", pytest.param("qwen3_moe", marks=pytest.mark.ci)])

@@ -55,6 +55,10 @@ def test_a_token_that_ends_a_sequence_is_read_late(check: Check) -> None:
     check(late_steps.check_ends)
 
 
+def test_steps_are_read_before_rows_are_preempted(check: Check) -> None:
+    check(late_steps.check_preemption)
+
+
 def test_logits_are_changed_late(check: Check) -> None:
     check(late_steps.check_grammars)
 

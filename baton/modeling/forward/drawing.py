@@ -26,6 +26,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from baton.modeling.device.sending import to_device
 from baton.modeling.kernels import native
 from baton.modeling.kernels.triton.sampler.sampler import draw_tokens
 from baton.sampling_params import SamplingParams
@@ -99,7 +100,7 @@ class Draws(NamedTuple):
         """Copy the drawing parameters of several sequences to tensors on a device."""
         dtypes = (torch.int64, torch.int64, torch.float64, torch.float64, torch.float32)
         columns = zip(zip(*rows, strict=True), dtypes, strict=True)
-        return cls(*(torch.tensor(column, dtype=dtype, device=device) for column, dtype in columns))
+        return cls(*(to_device(torch.tensor(column, dtype=dtype), device) for column, dtype in columns))
 
     def first(self, num_rows: int) -> Self:
         """Return views of the first `num_rows` entries of each tensor."""

@@ -44,8 +44,9 @@ sampler's histograms have 98 kB for each row, which is at most 6 bytes for each 
 _VERIFIED_TOKENS = (2, 4, 9)
 """Numbers of new tokens per sequence of captured steps that verify drafts: 1, 3 and 8 drafts, and the token before
 them."""
-_MOST_VERIFIED = 256
-"""Maximum number of new tokens of captured steps that verify drafts."""
+_MOST_VERIFIED = 64
+"""Maximum number of new tokens of captured steps that verify drafts, unless there are more slots. The logits of all of
+these tokens take memory."""
 _MIXED_TOKENS = (64, 128, 256, 512, 1024)
 """Numbers of new tokens of captured steps that also prefill. Steps with more tokens take longer than launching their
 kernels one by one."""
@@ -62,7 +63,7 @@ def step_shapes(
     sizes = [2**power for power in range(num_slots.bit_length()) if 2**power < num_slots] + [num_slots]
     shapes = [StepShape(size, size, size, 1, size) for size in sizes]
     for queries in _VERIFIED_TOKENS if drafts else ():
-        verifying = [size for size in sizes if size * queries <= _MOST_VERIFIED]
+        verifying = [size for size in sizes if size * queries <= max(_MOST_VERIFIED, num_slots)]
         shapes += [StepShape(size * queries, size * queries, size, queries, size * queries) for size in verifying]
     group = decoder.config.num_heads // decoder.config.num_kv_heads
     tile_rows = tiles_for(decoder.config.head_dim, decoder.dtype, decoder.weights.device).rows

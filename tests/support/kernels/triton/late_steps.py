@@ -87,7 +87,7 @@ def check_walk(device: Device | None = None, *, seed: int = 0, num_requests: int
     """Check that requests which come, stop, are cancelled, pushed and preempted get the tokens of an engine that reads
     each step before it launches the next."""
     cpu = eos_decoder()
-    limits = MemoryLimits(1 << 40, 6 * PAGE_TOKENS * cpu.layout.token_bytes)
+    limits = MemoryLimits(1 << 40, 7 * PAGE_TOKENS * cpu.layout.token_bytes)
     options: dict[str, Any] = {"limits": limits, "growth_tokens": 8, "max_batched_tokens": 64, "num_slots": 5}
     with late_engine(device, **options) as (made, queue):
         walk = _Walk(made, random.Random(seed), num_requests)
@@ -98,7 +98,21 @@ def check_walk(device: Device | None = None, *, seed: int = 0, num_requests: int
                 expected = _stopped(reference_ids(cpu, ids, dataclasses.replace(mine, stop_token_ids=())), params)
                 ended = got.finish is not FinishReason.CANCELLED
                 assert got.token_ids == (expected if ended else expected[: len(got.token_ids)]), (ids, params)
-        assert walk.num_cancelled and walk.num_pushed and made.engine.status().num_preemptions
+        assert walk.num_cancelled and walk.num_pushed
+    assert queue.most_waiting != 1, "steps are pipelined"
+
+
+def check_preemption(device: Device | None = None) -> None:
+    """Check that the unread step is read before a sequence is preempted."""
+    cpu = eos_decoder()
+    limits = MemoryLimits(1 << 40, 3 * PAGE_TOKENS * cpu.layout.token_bytes)
+    asked = [(prompt(63), DRAWN), (prompt(62), GREEDY), (prompt(5), FILTERED)]
+    with late_engine(device, limits=limits, growth_tokens=1, max_batched_tokens=64) as (made, queue):
+        streams = [made.submit(*each)[1] for each in asked]
+        made.run()
+        assert made.engine.status().num_preemptions >= 1
+        for each, stream in zip(asked, streams, strict=True):
+            assert stream.token_ids == reference_ids(cpu, *each)
     assert queue.most_waiting != 1, "steps are pipelined"
 
 
