@@ -100,7 +100,8 @@ class FetchedPrefix:
     def fetch(self, layer: int) -> None:
         if self._pieces:
             copies = [(there.span(layer, tokens), piece.span(layer, tokens)) for piece, tokens, there in self._pieces]
-            self._fetching = self._link.fetch(copies)
+            # Queued kernels may still read the last layer in the same memory.
+            self._fetching = self._link.fetch(copies, after=self._link.queued())
 
     def rows(self, layer: int) -> list[KvRows]:
         """Return the KV of the cached prefix in this layer, on the device. The copy to the device may not be complete,
@@ -170,7 +171,9 @@ class StagedKv:
         if len(earlier):
             self._has_earlier = True
             home = self._pipeline.earlier_span(layer)
-            self._link.fetch([(self._earlier.span(layer, earlier), home)]).result()  # the pipeline may then free them
+            copies = [(self._earlier.span(layer, earlier), home)]
+            # Queued kernels may still read the last layer in the same memory. The wait lets the pipeline free `home`.
+            self._link.fetch(copies, after=self._link.queued()).result()
             rows.append(self._earlier.rows(layer, earlier))
         self._prefix.join()
         return rows

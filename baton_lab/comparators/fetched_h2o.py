@@ -194,7 +194,7 @@ class LayerMemory:
         missing = TokenRange(min(num_held, tokens.end), tokens.end)
         if missing:
             source_T2GH = home.span(layer, missing)
-            self._link.fetch([(self._buffer.span(0, missing), source_T2GH)]).join()
+            self._link.fetch([(self._buffer.span(0, missing), source_T2GH)], after=self._link.queued()).join()
             self.num_bytes += source_T2GH.nbytes
             self._held = home, layer, tokens.end
         return self._buffer.span(0, tokens)

@@ -110,7 +110,7 @@ class FetchedInt4Step(InfinigenInt4Step[FetchedInt4Row]):
             copies = [
                 (row.codes.buffer.span(at % _NUM_AREAS, each), row.packed.buffer.span(at, each)) for row, each in old
             ]
-            self._link.fetch(copies).join()  # bytes are counted when they are unpacked
+            self._link.fetch(copies, after=self._link.queued()).join()  # bytes are counted when they are unpacked
         super().begin(layer, hidden_TD)
         if (picks := self._guessed.get(layer + 1)) is not None:
             self._ask(layer + 1, picks)

@@ -183,7 +183,8 @@ class FetchedWindowStep(SelectiveStep[WindowRow]):
         if self.choosing:
             picks = first_and_last(self.lengths_B, selection, layout.num_kv_heads)
             self._picks = _as_places(picks, [row for row, _ in self.choosing], selection.num_first)
-        self._fetch: Transfer = link.fetch(copies) if copies else DoneTransfer()  # last: nothing may fail after it
+        # Last: nothing may fail after it.
+        self._fetch: Transfer = link.fetch(copies, after=link.queued()) if copies else DoneTransfer()
 
     def choose(self, layer: int, q_BNH: Tensor) -> Picks:
         assert self._picks is not None, "no row chooses"

@@ -53,6 +53,6 @@ def link_rates(device: Device, num_bytes: int) -> tuple[float, float]:
     is_gpu = device.torch_device.type == "cuda"
     home = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_gpu)
     there = torch.zeros(num_bytes, dtype=torch.uint8, device=device.torch_device)
-    fetch_s = times_s(device, lambda: device.link.fetch([(there, home)]).result())
+    fetch_s = times_s(device, lambda: device.link.fetch([(there, home)], after=None).result())
     store_s = times_s(device, lambda: device.link.store([(home, there)]).result())
     return num_bytes / statistics.median(fetch_s), num_bytes / statistics.median(store_s)

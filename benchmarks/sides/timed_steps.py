@@ -243,9 +243,9 @@ class TimedLink(MeasuredLink):
         super().__init__(rate)
         self._clock = clock
 
-    def fetch(self, copies: Copies) -> Transfer:
+    def fetch(self, copies: Copies, *, after: Transfer | None) -> Transfer:
         """Start copying data to the device. Return the transfer."""
-        return TimedTransfer(super().fetch(copies), self._clock)
+        return TimedTransfer(super().fetch(copies, after=after), self._clock)
 
     def fetch_heads(self, heads: PickedHeads) -> Transfer:
         """Start copying selected keys and values to the device. Return the transfer."""

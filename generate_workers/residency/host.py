@@ -85,7 +85,8 @@ class HostStep(RowStep[HostRow]):
         cached = [(home, there, TokenRange(0, new.start)) for home, there, new in self._buffers if new.start]
         copies = [(there.span(area, old), home.span(layer, old)) for home, there, old in cached]
         self.num_link_bytes += num_bytes_of(copies)
-        return self._link.fetch(copies)
+        # Queued kernels may still use the area for an earlier layer.
+        return self._link.fetch(copies, after=self._link.queued())
 
 
 class HostResidency(RowResidency[HostRow]):
@@ -120,7 +121,7 @@ class HostResidency(RowResidency[HostRow]):
 
         def fetch(copies: Copies) -> None:
             self.num_link_bytes += num_bytes_of(copies)
-            self._link.fetch(copies).join()
+            self._link.fetch(copies, after=self._link.queued()).join()
 
         for slot, num_tokens in rows:
             self._window_of(slot).follow(self._rows[slot].home.buffer, num_tokens, fetch)

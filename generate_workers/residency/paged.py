@@ -13,6 +13,7 @@ blocks use are promised to no sequence, and are evicted when a sequence needs th
 Shape suffixes: L layers, T tokens of a piece.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import Self
 
@@ -21,18 +22,44 @@ from baton.modeling.kv.buffers import HostAccess
 from baton.modeling.kv.page_prefixes import PagePrefixes
 from baton.modeling.kv.pages import PAGE_TOKENS, PagePool, PageSpan, RowPages
 from baton.modeling.kv.staging import StagingFrames
-from baton.modeling.kv.transfers import Transfer
+from baton.modeling.kv.transfers import DoneTransfer, Transfer
 from baton.types import TokenRange
 from generate_workers.residency.port import KvBytes, KvShape
 from generate_workers.residency.steps import InPlaceStep, RowResidency
 from generate_workers.residency.traits import POLICIES
 
+KvPiece = tuple[int, TokenRange, memoryview]
+"""Piece of pushed KV: a layer, a range of tokens, and the KV of these tokens in this layer."""
+
+
+class PoolUse:
+    """Use of a pool's pages by work that is queued on the device, shared by all slots. Thread-safe.
+
+    A free page may still be used by work that was queued before its last sequence released it, such as a step that was
+    not read. Only this work matters to a push: no work that is queued later uses the page. Usually it has ended long
+    before the page gets a new sequence, because the host has read the step with which a sequence ends. So pushes do not
+    wait for the present step.
+    """
+
+    def __init__(self, access: HostAccess) -> None:
+        self.last: Transfer = DoneTransfer()
+        """Work that was queued on the device when pages were last released."""
+        self._access = access
+        self._releasing = threading.Lock()
+
+    def release(self, pages: RowPages) -> None:
+        """Release the pages of a sequence that has ended."""
+        with self._releasing:  # so that `last` never goes back
+            if pages.num_bytes:
+                self.last = self._access.queued()
+        pages.release()
+
 
 class PagedRow:
     """KV of one slot's sequence, stored in pages of a pool. Implements RowKv."""
 
-    def __init__(self, pool: PagePool, prefixes: PagePrefixes, shape: KvShape) -> None:
-        self._prefixes, self._page_tokens = prefixes, pool.page_tokens
+    def __init__(self, pool: PagePool, prefixes: PagePrefixes, pool_use: PoolUse, shape: KvShape) -> None:
+        self._prefixes, self._page_tokens, self._pool_use = prefixes, pool.page_tokens, pool_use
         self.pages = RowPages(pool, shape.max_slot_tokens)
         self._access: HostAccess = pool.memory.access
         self._row_bytes = shape.layout.row_bytes
@@ -79,13 +106,22 @@ class PagedRow:
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
         """Begin to copy pushed KV of `tokens` in a layer over the link into the sequence's pages. Pages for these
         tokens are allocated first."""
-        assert data.nbytes == len(tokens) * self._row_bytes, f"{data.nbytes} bytes for {tokens}"
-        self.commit(tokens)
-        writes = []
-        for part, kv_T2GH in self.pages.spans(layer, tokens):
-            start = (part.start - tokens.start) * self._row_bytes
-            writes.append((kv_T2GH, data[start : start + len(part) * self._row_bytes]))
-        return self._access.write(writes)
+        return self.write_all([(layer, tokens, data)])
+
+    def write_all(self, pieces: Sequence[KvPiece]) -> Transfer:
+        """Begin to copy pieces of pushed KV over the link into the sequence's pages, all by one call of the link. Pages
+        for their tokens are allocated first. If this raises, no copy has begun."""
+        writes, num_bytes, has_copied = [], self.pages.num_bytes, False
+        for layer, tokens, data in pieces:
+            assert data.nbytes == len(tokens) * self._row_bytes, f"{data.nbytes} bytes for {tokens}"
+            before = self.pages.pages_of(tokens)
+            self.commit(tokens)
+            has_copied |= self.pages.pages_of(tokens)[: len(before)] != before
+            writes.append(([kv_T2GH for _, kv_T2GH in self.pages.spans(layer, tokens)], data))
+        after = self._pool_use.last if self.pages.num_bytes > num_bytes else None
+        if has_copied:  # the copy of a shared page is queued, and must not overwrite what is pushed to the page
+            after = self._access.queued()
+        return self._access.write(writes, after=after)
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
         """Return a copy of the KV of `tokens` in a layer as bytes. The KV must have been written."""
@@ -120,7 +156,7 @@ class PagedRow:
     def release(self) -> None:
         """End the current sequence's use of the slot, if there is one, and free its pages."""
         self._tokens = None
-        self.pages.release()
+        self._pool_use.release(self.pages)
 
 
 class PagedResidency(RowResidency[PagedRow]):
@@ -140,7 +176,8 @@ class PagedResidency(RowResidency[PagedRow]):
         self.pool = PagePool(device.pool_memory(shape.layout, num_pages, page_tokens))
         self.prefixes = PagePrefixes(self.pool)
         self._link = device.link
-        rows = [PagedRow(self.pool, self.prefixes, shape) for _ in range(shape.num_slots)]
+        pool_use = PoolUse(self.pool.memory.access)
+        rows = [PagedRow(self.pool, self.prefixes, pool_use, shape) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: InPlaceStep(rows, shape.bytes_read(tokens for _, tokens in rows)))
 
     def bound(self, num_bytes: int) -> None:

@@ -311,12 +311,12 @@ class SlotTable:
             self._claims.touch(claim)
             return is_new
 
-    def _note_landed(self, piece: FramedPiece, failure: str) -> None:
-        """Record a part as in place. End the claim if the part could not be copied: its piece is recorded as received,
-        so the claim must never be committed."""
-        claim = piece.claim
+    def _note_landed(self, pieces: Sequence[FramedPiece], failure: str) -> None:
+        """Record parts of one claim as in place. End the claim if they could not be copied: their pieces are recorded
+        as received, so the claim must never be committed."""
+        claim = pieces[0].claim
         with self._changing():
-            claim.uploading.remove((piece.layer, piece.tokens))
+            claim.uploading.difference_update((piece.layer, piece.tokens) for piece in pieces)
             self._claims.expire()
             slot = self._claims.find(claim.ref)
             if slot is not None and failure:
@@ -327,7 +327,8 @@ class SlotTable:
                 self._claims.touch(claim)
                 if claim.is_whole:
                     claim.wake_all()
-            self._claims.changed |= self._slots[claim.ref.slot].leave()
+            for _ in pieces:
+                self._claims.changed |= self._slots[claim.ref.slot].leave()
 
     def _missing(self, claim: SlotClaim) -> tuple[int, TokenRange] | None:
         with self._changing():

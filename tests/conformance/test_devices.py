@@ -16,6 +16,7 @@ from baton.modeling.kv.arena import WrongMemoryError
 from baton.modeling.kv.buffers import KvBuffer, byte_view
 from baton.modeling.kv.row_memory import PAGE_BYTES
 from baton.types import KvLayout, TokenRange
+from tests.support.manual_clock import StandingTime
 
 LAYOUT = KvLayout("weights", num_layers=3, num_kv_heads=2, head_dim=64, dtype="float32")
 NUM_TOKENS = 40
@@ -75,7 +76,7 @@ def test_copies_over_the_link_are_whole_and_counted(device: Device) -> None:
     fetched, stored = device.link.num_bytes_fetched, device.link.num_bytes_stored
     device.link.store([(home.span(layer, TOKENS), there.span(layer, TOKENS)) for layer in (0, 2)]).result()
     assert [bytes(home.export(layer, TOKENS)) for layer in (0, 2)] == [content(0), content(2)]
-    device.link.fetch([(there.span(1, TOKENS), home.span(2, TOKENS))]).result()
+    device.link.fetch([(there.span(1, TOKENS), home.span(2, TOKENS))], after=device.link.queued()).result()
     assert bytes(there.export(1, TOKENS)) == content(2)
     layer_bytes = NUM_TOKENS * LAYOUT.row_bytes
     own = 0 if device.is_home else layer_bytes  # the last export went over the link, too
@@ -89,7 +90,7 @@ def test_what_computes_behind_a_fetch_sees_it(device: Device) -> None:
     there = torch.zeros(1 << 18, device=device.torch_device)
     for value in range(1, 6):
         home.fill_(value)
-        transfer = device.link.fetch([(there, home)])
+        transfer = device.link.fetch([(there, home)], after=device.link.queued())
         transfer.join()
         assert float((2 * there).sum()) == 2 * value * len(home)
         transfer.wait()
@@ -106,8 +107,8 @@ def test_the_host_cannot_read_a_devices_memory_nor_write_it(device: Device) -> N
 def test_a_failed_copy_fails_whoever_asked_and_nobody_else(device: Device) -> None:
     there, home = written(device), KvBuffer(LAYOUT, TOKENS)
     with pytest.raises((ValueError, RuntimeError)):
-        device.link.fetch([(there.span(0, TOKENS), home.span(0, TokenRange(0, 3)))]).result()
-    device.link.fetch([(there.span(0, TOKENS), home.span(0, TOKENS))]).result()
+        device.link.fetch([(there.span(0, TOKENS), home.span(0, TokenRange(0, 3)))], after=None).result()
+    device.link.fetch([(there.span(0, TOKENS), home.span(0, TOKENS))], after=device.link.queued()).result()
 
 
 @pytest.mark.parametrize("device", NAMES, indirect=True)
@@ -152,25 +153,12 @@ def test_the_arena_counts_its_bytes_and_keeps_to_its_limit() -> None:
     assert (device.memory_use.num_bytes, device.memory_use.peak_bytes) == (0, one)
 
 
-class StandingTime:
-    """The module `time` for links: it passes only while somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
-
-
 def test_a_link_takes_as_long_as_its_rate_says(monkeypatch: pytest.MonkeyPatch) -> None:
     passed = StandingTime()
     monkeypatch.setattr(copying, "time", passed)
     device = EmulatedDevice(LinkRate(bytes_per_s=50e6, latency_s=2e-3))
     there, home = torch.zeros(250_000), torch.ones(250_000)
-    for transfer in [device.link.fetch([(there, home)]) for _ in range(4)]:
+    for transfer in [device.link.fetch([(there, home)], after=device.link.queued()) for _ in range(4)]:
         transfer.wait()
     assert passed.now_s == pytest.approx(4 * (0.02 + 2e-3))
     passed.now_s = 0.0

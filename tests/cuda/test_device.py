@@ -41,7 +41,7 @@ def test_memory_that_is_dropped_before_its_copy_is_done_keeps_its_bytes(device: 
 def test_both_directions_run_at_once(device: Device) -> None:
     homes, theres = ([torch.full((SIZE,), 1.0 + part, device=where) for part in range(2)] for where in places(device))
     for _ in range(10):
-        one = device.link.fetch([(theres[0], homes[0])])
+        one = device.link.fetch([(theres[0], homes[0])], after=device.link.queued())
         two = device.link.store([(homes[1], theres[1])])
         one.result()
         two.result()
@@ -55,7 +55,7 @@ def test_threads_share_a_link_and_every_byte_counts(device: Device) -> None:
         home, there = torch.full((256,), float(number)), torch.zeros(256, device=device.torch_device)
         back = torch.zeros(256)
         for _ in range(rounds):
-            device.link.fetch([(there, home)]).result()
+            device.link.fetch([(there, home)], after=device.link.queued()).result()
             device.link.store([(back, there)]).result()
         return bool((back == number).all())
 
@@ -93,8 +93,8 @@ def test_pushed_bytes_in_staging_frames_come_to_the_device(device: Device) -> No
     for value, frame in enumerate(taken):
         frame[: LAYOUT.row_bytes] = torch.full((LAYOUT.row_bytes // 4,), value + 1.0).numpy().tobytes()
     pool.take([0, 1])
-    writes = [(pool.data_LPS2GH[2, 1, value], frame[: LAYOUT.row_bytes]) for value, frame in enumerate(taken)]
-    pool.access.write(writes).result()
+    writes = [([pool.data_LPS2GH[2, 1, value]], frame[: LAYOUT.row_bytes]) for value, frame in enumerate(taken)]
+    pool.access.write(writes, after=None).result()
     frames.give(taken)
     assert all(bool((pool.data_LPS2GH[2, 1, value] == value + 1).all()) for value in range(2))
     assert frames.num_free == frames.num_frames
@@ -117,14 +117,30 @@ def test_a_fetch_of_pinned_memory_does_not_hold_up_the_host(device: Device) -> N
     """The device computes for a while before the copy may begin: the host is back before that, and the bytes come."""
     home = torch.ones(1 << 24, pin_memory=True)
     there = torch.zeros(1 << 24, device=device.torch_device)
+    compute(device)
+    transfer = device.link.fetch([(there, home)], after=device.link.queued())
+    assert not torch.cuda.current_stream().query(), "the host waited for the device"
+    transfer.join()
+    assert float(there.sum()) == len(home)
+
+
+@pytest.mark.gpu
+def test_a_fetch_that_waits_for_nothing_ends_while_the_device_computes(device: Device) -> None:
+    homes = [torch.full((1 << 20,), 1.0 + part, pin_memory=True) for part in range(2)]
+    there = torch.zeros(2, 1 << 20, device=device.torch_device)
+    torch.cuda.synchronize()
+    compute(device)
+    device.link.fetch(list(zip(there, homes, strict=True)), after=None).result()
+    assert not torch.cuda.current_stream().query(), "the copy waited for the device"
+    assert there.mean(1).tolist() == [1.0, 2.0]
+
+
+def compute(device: Device) -> None:
+    """Queue work that takes the device some tenths of a second."""
     big = torch.randn(8192, 8192, device=device.torch_device)
     for _ in range(20):
         big = big @ big
         big /= big.abs().max()
-    transfer = device.link.fetch([(there, home)])
-    assert not torch.cuda.current_stream().query(), "the host waited for the device"
-    transfer.join()
-    assert float(there.sum()) == len(home)
 
 
 @pytest.mark.gpu

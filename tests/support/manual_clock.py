@@ -35,3 +35,16 @@ class StoppedClock:
 
     def unix_ns(self) -> int:
         return self._unix_ns
+
+
+class StandingTime:
+    """Replacement of the module `time` for emulated links. Its time passes only while a thread sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds

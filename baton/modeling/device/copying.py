@@ -54,9 +54,19 @@ class ThreadLink:
         """Return the number of bytes copied to host memory so far."""
         return self._num_bytes_stored
 
-    def fetch(self, copies: Copies) -> Transfer:
-        """Start to copy tensors to the device, on the thread for fetches."""
-        return self._begin_fetch(partial(self._copy_all, copies), num_bytes_of(copies))
+    def queued(self) -> Transfer:
+        """Return a transfer that has ended. The host computes, so that no work is queued."""
+        return DoneTransfer()
+
+    def fetch(self, copies: Copies, *, after: Transfer | None) -> Transfer:
+        """Start to copy tensors to the device when `after` has ended (None: at once), on the thread for fetches."""
+
+        def work() -> None:
+            if after is not None:
+                after.wait()
+            self._copy_all(copies)
+
+        return self._begin_fetch(work, num_bytes_of(copies))
 
     def fetch_heads(self, heads: PickedHeads) -> Transfer:
         """Start to copy selected keys and values to the device, on the thread for fetches."""
@@ -206,10 +216,20 @@ class LinkAccess:
         self._link.store(copies).result()
         return bytes_of(staged)
 
-    def write(self, writes: Writes) -> Transfer:
-        """Start to copy bytes to the device. Bytes that are in staging frames (preallocated buffers in host memory) are
-        copied directly. Other bytes are first copied to host memory that the link can access directly."""
-        return self._link.fetch([(to, _like(to, self._staged(data))) for to, data in writes])
+    def queued(self) -> Transfer:
+        """Return the work that this thread has queued on the device so far, as a transfer that ends with it."""
+        return self._link.queued()
+
+    def write(self, writes: Writes, *, after: Transfer | None) -> Transfer:
+        """Start to copy bytes to the device, all by one call of the link. Bytes that are in staging frames
+        (preallocated buffers in host memory) are copied directly. Other bytes are first copied to host memory that the
+        link can access directly. `after`: see Link.fetch."""
+        copies = list[tuple[Tensor, Tensor]]()
+        for targets, data in writes:
+            first = targets[0]
+            source = self._staged(data).view(first.dtype).view(-1, *first.shape[1:])
+            copies += zip(targets, source.split_with_sizes([len(to) for to in targets]), strict=True)
+        return self._link.fetch(copies, after=after)
 
     def _staged(self, data: memoryview) -> Tensor:
         """Return the bytes of `data` in memory that the link copies from."""

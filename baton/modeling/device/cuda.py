@@ -1,7 +1,7 @@
 """The device `cuda`: a GPU with pinned host memory, and one CUDA stream for the copies in each direction."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -56,18 +56,23 @@ class CudaLink:
             num_bytes_picked = int(self._num_bytes_picked)
         return self._num_bytes_fetched + num_bytes_picked
 
-    def fetch(self, copies: Copies) -> Transfer:
-        """Start to copy tensors to the device. The copy begins after the work that is queued on the current stream,
-        because this work may still read the memory that the copy overwrites."""
+    def queued(self) -> CudaTransfer:
+        """Return the work that is queued on the current stream, as a transfer that ends with it."""
+        return _recorded(torch.cuda.current_stream())
+
+    def fetch(self, copies: Copies, *, after: Transfer | None) -> Transfer:
+        """Start to copy tensors to the device, after the earlier fetches and after `after`. If `after` is None, the
+        copies run while a step computes. The memory of a tensor that torch has just allocated needs `queued()`: torch
+        reuses freed memory without waiting for the kernels that use it."""
         with self._counting:
             self._num_bytes_fetched += num_bytes_of(copies)
-        return self._copy(self._in, copies)
+        return self._copy(self._in, copies, after)
 
     def store(self, copies: Copies) -> Transfer:
         """Start to copy tensors to host memory. The copy begins after the work that is queued on the current stream."""
         with self._counting:
             self.num_bytes_stored += num_bytes_of(copies)
-        return self._copy(self._out, copies)
+        return self._copy(self._out, copies, self.queued())
 
     def fetch_heads(self, heads: PickedHeads) -> Transfer:
         """Start to copy selected keys and values to the device. The copy begins after the work that is queued on the
@@ -78,7 +83,8 @@ class CudaLink:
             copy_heads(*addresses, *pairs, heads.head_bytes)
             self._num_bytes_picked += heads.num_BG.sum() * (2 * heads.head_bytes)
 
-        return self._run(self._in, work, (*addresses, *pairs))
+        # The pairs are computed on the current stream, and the keys that the copy overwrites may still be read there.
+        return self._run(self._in, work, (*addresses, *pairs), self.queued())
 
     def store_rows(self, rows: RowCopies) -> Transfer:
         """Start to copy one contiguous range of bytes (row) per sequence to host memory. The copy begins after the work
@@ -86,31 +92,42 @@ class CudaLink:
         with self._counting:
             self.num_bytes_stored += rows.num_bytes
         addresses = rows.there_B, rows.home_B
-        return self._run(self._out, lambda: copy_rows(*addresses, rows.row_bytes), addresses)
+        return self._run(self._out, lambda: copy_rows(*addresses, rows.row_bytes), addresses, self.queued())
 
     def rest(self) -> None:
         """Wait for the copies on both streams."""
         self._in.synchronize()
         self._out.synchronize()
 
-    def _copy(self, stream: torch.cuda.Stream, copies: Copies) -> CudaTransfer:
+    def _copy(self, stream: torch.cuda.Stream, copies: Copies, after: Transfer | None) -> CudaTransfer:
         def work() -> None:
-            for to, source in copies:
-                to.copy_(source, non_blocking=True)
+            if copies:  # one call, whose loop over the copies runs in C++ and does not hold the GIL
+                targets, sources = zip(*copies, strict=True)
+                torch._foreach_copy_(targets, sources, non_blocking=True)
 
-        return self._run(stream, work, [to if to.is_cuda else source for to, source in copies])
+        return self._run(stream, work, [to if to.is_cuda else source for to, source in copies], after)
 
-    def _run(self, stream: torch.cuda.Stream, work: Callable[[], None], used: Iterable[Tensor]) -> CudaTransfer:
-        """Queue `work` on a stream, after the work queued on the current stream. `used`: device tensors that `work`
-        reads or writes, and that their owners may drop before it is done."""
-        stream.wait_stream(torch.cuda.current_stream())
+    def _run(
+        self,
+        stream: torch.cuda.Stream,
+        work: Callable[[], None],
+        used: Sequence[Tensor],
+        after: Transfer | None,
+    ) -> CudaTransfer:
+        """Queue `work` on a stream, after the earlier work of this stream and after `after`. `used`: device tensors
+        that `work` reads or writes, and that their owners may drop before it is done. If this raises, no copy runs
+        any more."""
         with torch.cuda.stream(stream):
-            work()
+            if after is not None:
+                after.join()
+            try:
+                work()
+            except BaseException:
+                stream.synchronize()  # the caller may reuse the memory of the copies that were queued
+                raise
             for each in used:
                 each.record_stream(stream)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(stream)
-        return CudaTransfer(event)
+            return _recorded(stream)
 
 
 class CudaDevice:
@@ -165,6 +182,13 @@ class CudaDevice:
 
     def require(self, address: int, num_bytes: int) -> None:
         """Do nothing. Torch itself raises an error when a computation mixes host tensors and device tensors."""
+
+
+def _recorded(stream: torch.cuda.Stream) -> CudaTransfer:
+    """Return the work that is queued on a stream, as a transfer."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return CudaTransfer(event)
 
 
 def _pinned(num_bytes: int) -> Tensor:

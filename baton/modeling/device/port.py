@@ -47,8 +47,12 @@ class Link(Protocol):
     def num_bytes_stored(self) -> int:
         """Return the number of bytes that have been copied to host memory."""
 
-    def fetch(self, copies: Copies) -> Transfer:
-        """Start to copy from host memory to the device."""
+    def queued(self) -> Transfer:
+        """Return the work that this thread has queued on the device so far, as a transfer that ends with it."""
+
+    def fetch(self, copies: Copies, *, after: Transfer | None) -> Transfer:
+        """Start to copy from host memory to the device. The copies begin when `after` has ended. Pass `queued()` if
+        queued work may still use the memory that they overwrite. None: they do not wait for any work of the device."""
 
     def store(self, copies: Copies) -> Transfer:
         """Start to copy from the device to host memory. The copy begins after the work that this thread has queued on

@@ -29,9 +29,9 @@ OUT_OF_MEMORY = (MemoryError, RuntimeError)
 """Errors that numpy and torch raise if the memory of a buffer cannot be allocated."""
 
 
-Writes = Sequence[tuple[Tensor, memoryview]]
-"""Pairs `(target, data)`: a contiguous tensor, and the bytes in host memory that overwrite it. Both have the same
-number of bytes."""
+Writes = Sequence[tuple[Sequence[Tensor], memoryview]]
+"""Pairs `(targets, data)`: contiguous tensors, which differ at most in the length of their first dimension, and the
+bytes in host memory that overwrite them one after another. `data` has as many bytes as all its targets together."""
 
 
 class HostAccess(Protocol):
@@ -46,11 +46,15 @@ class HostAccess(Protocol):
         """Return the bytes of contiguous tensors, concatenated. The result is a view for a single tensor in host
         memory. Otherwise it is a copy, and the call blocks until the copy is complete."""
 
-    def write(self, writes: Writes) -> Transfer:
-        """Copy the data of each pair in `writes` to its target. Copies to host memory do not hold the GIL. Copies to a
+    def queued(self) -> Transfer:
+        """Return the work that this thread has queued on the device so far, as a transfer that ends with it."""
+
+    def write(self, writes: Writes, *, after: Transfer | None) -> Transfer:
+        """Copy the data of each pair in `writes` to its targets. Copies to host memory do not hold the GIL. Copies to a
         device's memory are only started: use the returned transfer to wait for them. Data in staging frames
         (preallocated buffers in host memory) must not change until the transfer is done. All other data may change as
-        soon as this method returns."""
+        soon as this method returns. Copies to a device begin when `after` has ended: pass `queued()` if queued work may
+        still use the memory of a target. None: they do not wait for any work of the device."""
 
 
 class HomeAccess:
@@ -63,11 +67,18 @@ class HomeAccess:
         views = [byte_view(source) for source in sources]
         return views[0] if len(views) == 1 else memoryview(b"".join(views))
 
-    def write(self, writes: Writes) -> Transfer:
-        """Copy the bytes with numpy, and return when the copy is done. Torch is not used, because it does not accept
-        the read-only memory of gRPC messages."""
-        for to, data in writes:
-            np.copyto(np.asarray(byte_view(to)), np.frombuffer(data, np.uint8))
+    def queued(self) -> Transfer:
+        """Return a transfer that has ended, because no work on host memory is queued."""
+        return DoneTransfer()
+
+    def write(self, writes: Writes, *, after: Transfer | None) -> Transfer:
+        """Copy the bytes with numpy, and return when the copy is done. `after` is not used, because no work on host
+        memory is queued. Torch is not used, because it does not accept the read-only memory of gRPC messages."""
+        for targets, data in writes:
+            start = 0
+            for to in targets:
+                np.copyto(np.asarray(byte_view(to)), np.frombuffer(data, np.uint8)[start : start + to.nbytes])
+                start += to.nbytes
         return DoneTransfer()
 
 
@@ -165,9 +176,11 @@ class KvBuffer:
 
     def begin_write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
         """Start to copy `data` into the KV of `tokens` in `layer`. The number of bytes must match exactly. If `data` is
-        in staging frames (preallocated buffers in host memory), it must not change until the transfer is done."""
+        in staging frames (preallocated buffers in host memory), it must not change until the transfer is done. A copy
+        to a device begins after the work that this thread has queued there: if the memory was another tensor's before,
+        this work may still use it."""
         assert data.nbytes == len(tokens) * self.layout.row_bytes, f"{data.nbytes} bytes for {tokens}"
-        return self.access.write([(self.span(layer, tokens), data)])
+        return self.access.write([([self.span(layer, tokens)], data)], after=self.access.queued())
 
     def copy_from(self, other: "KvBuffer", tokens: TokenRange) -> None:
         """Copy the KV of `tokens` in all layers from another buffer. Both buffers must have the same layout and be in
@@ -188,6 +201,7 @@ class LayerBuffers:
     """
 
     def __init__(self, layout: KvLayout, tokens: TokenRange, make_buffer: MakeBuffer = KvBuffer) -> None:
+        self.layout = layout
         self._layout = dataclasses.replace(layout, num_layers=1)
         self._tokens = tokens
         self._make_buffer = make_buffer

@@ -56,7 +56,8 @@ class Pieces:
         return self._fetch(self._buffer.data.view(-1)[: k_TGH.numel()].view(k_TGH.shape), k_TGH)
 
     def _fetch(self, to: Tensor, source: Tensor) -> Tensor:
-        self._link.fetch([(to, source)]).join()
+        # Queued kernels may still read the last piece.
+        self._link.fetch([(to, source)], after=self._link.queued()).join()
         self.num_bytes += source.nbytes
         return to
 

@@ -295,7 +295,7 @@ def test_windows_bound_what_attention_reads() -> None:
 
 def test_a_link_at_rest_has_no_thread() -> None:
     link = ThreadLink()
-    link.fetch([(torch.zeros(4), torch.ones(4))]).result()
+    link.fetch([(torch.zeros(4), torch.ones(4))], after=None).result()
     link.rest()
     link.rest()
     assert not any(thread.name.startswith("kv-fetch") for thread in threading.enumerate())

@@ -70,9 +70,9 @@ def test_a_link_copies_straight_from_frames_and_other_bytes_through_memory_of_it
     there = torch.zeros(2, 4)
     [frame] = access.frames.take(1).result(0)
     frame[16:32] = torch.arange(4.0).numpy().data.cast("B")
-    access.write([(there[1], frame[16:32])]).result()
+    access.write([([there[1]], frame[16:32])], after=None).result()
     assert there.tolist() == [[0, 0, 0, 0], [0, 1, 2, 3]]
     assert (made, sources) == ([128], [torch.frombuffer(frame, dtype=torch.uint8).data_ptr() + 16])
-    access.write([(there[0], torch.ones(4).numpy().data.cast("B").toreadonly())]).result()
+    access.write([([there[0]], torch.ones(4).numpy().data.cast("B").toreadonly())], after=None).result()
     assert (there[0].tolist(), made) == ([1, 1, 1, 1], [128, 16])
     link.rest()
