@@ -5,7 +5,8 @@ Rank i owns the tokens [s, e) of the prompt. In each layer, it does two things:
 
   1. It projects the K and V of its own tokens into the job's buffer. This KV is final: it is pushed to the slot while
      the chain still runs, and the KvPipeline sends it to the next rank. The rank then computes the attention of its
-     tokens to each other. This is a causal square that needs no other rank's KV.
+     tokens to each other. This is a causal square that needs no other rank's KV. A device with its own memory begins
+     the square first, and computes it while the KV is copied to host memory, from which it is pushed.
   2. It waits for the earlier ranks' KV. It then computes the dense attention of its tokens to the cached prefix and to
      the earlier ranks' KV, in place. It merges the results of steps 1 and 2 by log-sum-exp, and completes the layer.
 
@@ -25,6 +26,7 @@ difference: step 1 is a causal square, where the paper computes a dense rectangl
 by `prefill_workers.engine`, on its thread.
 """
 
+from collections import deque
 from collections.abc import Generator
 from concurrent.futures import Future
 
@@ -69,8 +71,11 @@ class ChainJob:
         self.parked_s = clock.now_s()
         """Time at which the last turn (the work on about one layer) ended, as a value of the clock's `now_s`. Before
         the first turn, it is the time at which the job was created."""
-        self._own_kv, self._decoder, self._clock = pipeline.kv.own, decoder, clock
+        self._decoder, self._clock = decoder, clock
         self._kv = kv_of(pipeline, decoder.device)
+        self._unsent = deque[int]()
+        """Layers whose own KV is computed, and neither pushed nor sent yet. It may still be on its way to host
+        memory."""
         self._token_ids = self.job.token_ids[pipeline.own.start : pipeline.own.end]
         self._needs: int | None = None
         self._computed = False
@@ -158,13 +163,16 @@ class ChainJob:
             start_ns = time.unix_ns()
             q_TNH = decoder.project(layer, hidden_TD, step)
             own = self._kv.own_rows(layer)
-            self._push(layer)
-            pipeline.projected()
+            self._unsent.append(layer)
+            if decoder.device.is_home:  # the KV is final, and attention takes a while
+                self._send()
             if layer < last_layer:
                 hidden_TD = yield from self._attend(layer, q_TNH, hidden_TD, own)
             elif pipeline.target is None:
                 hidden_TD = yield from self._attend(layer, q_TNH[-1:], hidden_TD[-1:], own)
+                self._send()
             else:
+                self._send()
                 self._kv.leave(layer)
             self._layer_spans.append(Interval(start_ns, time.unix_ns()))
         if pipeline.target is None and self.job.masks is not None and not self.job.masks.done():
@@ -177,20 +185,33 @@ class ChainJob:
         pipeline = self.pipeline
         attention = self._decoder.attention(layer, q_TNH, pipeline.own.end - len(q_TNH))
         attention.add(own)
+        self._send(num_later=1 if pipeline.source is None and pipeline.target is None else 0)
         yield layer
         attention.add(*self._kv.other_rows(layer))
         if len(pipeline.earlier) and pipeline.target is None:
-            self.kv_sender.received(layer, pipeline.earlier, self._own_kv.access.read([pipeline.earlier_span(layer)]))
+            earlier = pipeline.kv.bytes_of(pipeline.earlier_span(layer))
+            self.kv_sender.received(layer, pipeline.earlier, earlier)
         self._kv.leave(layer)
         return self._decoder.complete(layer, hidden_TD, attention.result())
 
+    def _send(self, num_later: int = 0) -> None:
+        """Push the own KV of computed layers, and send it to the next rank, except that of the last `num_later` layers.
+        Waits until this KV is in host memory. A device with its own memory computes attention meanwhile. A chain of one
+        rank sends a layer when the next one is queued on the device, so that the device is not idle during the wait.
+        In other chains, the next rank needs each layer soon."""
+        while len(self._unsent) > num_later:
+            layer = self._unsent.popleft()
+            self._push(layer)
+            self.pipeline.projected()
+
     def _push(self, layer: int) -> None:
         job = self.job
+        data = self._kv.own_bytes(layer)
         if self.pipeline.source is None:
             for piece, tokens in job.cached_pieces:
                 if tokens.end > self.kv_sender.num_present:
                     self.kv_sender.push(layer, tokens, piece.export(layer, tokens))
-        self.kv_sender.push(layer, self.pipeline.own, self._own_kv.export(layer, self.pipeline.own))
+        self.kv_sender.push(layer, self.pipeline.own, data)
 
     def _sample(self, hidden_TD: Tensor) -> tuple[SampledToken, ...]:
         """Sample the next token of each choice from the last position's logits, and return these tokens."""

@@ -10,10 +10,12 @@ There are three cases:
                 until they are used and sent. The cached prefix is copied to the device layer by layer. Own rows are
                 copied to host memory, from which they are pushed.
 
-With StagedKv, each layer is copied in both directions:
+With StagedKv, each layer is copied in both directions. Host memory for own rows is allocated layer by layer, on the
+engine's thread. On CUDA it is pinned, and torch reuses the memory of earlier jobs.
 
-    stores    Copies of own rows to host memory. A layer's own rows are copied as soon as they are projected, before
-              they are pushed and sent to the next rank.
+    stores    Copies of own rows to host memory. They begin as soon as a layer's own rows are projected, and run while
+              the device attends to these rows. Only the push of the rows, and the next use of their device memory,
+              wait for the copy.
     fetches   Copies to the device. The cached prefix is copied while attention over own rows is computed. The rows of
               earlier ranks are copied when they have arrived.
 
@@ -24,9 +26,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from baton.modeling.device.port import Device
+from baton.errors import ResourceExhaustedError
+from baton.modeling.device.port import Device, Link
 from baton.modeling.forward.decoder import Span
-from baton.modeling.kv.buffers import BufferSpan, KvRows, LayerBuffers
+from baton.modeling.kv.buffers import OUT_OF_MEMORY, BufferSpan, KvBuffer, KvRows, LayerBuffers, byte_view
 from baton.modeling.kv.transfers import Transfer
 from baton.types import TokenRange
 from prefill_workers.kv_pipeline import KvPipeline, RankKv
@@ -41,8 +44,13 @@ class JobKv(Protocol):
         """Return the memory into which the K and V of the rank's own tokens are written."""
 
     def own_rows(self, layer: int) -> KvRows:
-        """Return the KV of the rank's own tokens in `layer`, the layer that was projected last. When this call returns,
-        links and pushes may send this KV."""
+        """Return the KV of the rank's own tokens in `layer`, the layer that was projected last. Attention reads it. A
+        copy to host memory is begun, if the device has its own memory."""
+
+    def own_bytes(self, layer: int) -> memoryview:
+        """Return the bytes of the KV of the rank's own tokens in a layer, in host memory. Waits until its copy to host
+        memory is complete. Links may send this KV after this call. Must be called once per layer, in the order of the
+        layers."""
 
     def other_rows(self, layer: int) -> list[KvRows]:
         """Return this layer's KV of the tokens before the rank's own: the cached prefix, and the tokens that earlier
@@ -61,13 +69,18 @@ class HomeKv:
     memory in which it arrives."""
 
     def __init__(self, pipeline: KvPipeline) -> None:
-        self.span: Span = BufferSpan(pipeline.kv.own, pipeline.own)
+        self._own = _buffer_of(pipeline.kv)
+        self.span: Span = BufferSpan(self._own, pipeline.own)
         self._pipeline = pipeline
 
     def own_rows(self, layer: int) -> KvRows:
         """Return the KV of the rank's own tokens in this layer. The result is a view of the buffer from which the KV is
         pushed to the slot."""
-        return self._pipeline.kv.own.rows(layer, self._pipeline.own)
+        return self._own.rows(layer, self._pipeline.own)
+
+    def own_bytes(self, layer: int) -> memoryview:
+        """Return a view of the KV of the rank's own tokens in this layer. Does not wait."""
+        return self._own.export(layer, self._pipeline.own)
 
     def other_rows(self, layer: int) -> list[KvRows]:
         """Return this layer's KV of the tokens before the rank's own. The KV of the cached prefix is in the prefix
@@ -128,14 +141,54 @@ class FetchedPrefix:
             there.drop()
 
 
+class OwnStores:
+    """Copies of a job's own rows from the device to host memory, one for each layer."""
+
+    def __init__(self, pipeline: KvPipeline, home: LayerBuffers, link: Link) -> None:
+        """`home`: host memory for the own rows of all layers, which the link can access fast."""
+        self._home, self._link = home, link
+        self._job, self._tokens = pipeline.kv.job, pipeline.own
+        self._running: dict[int, Transfer] = {}
+        """Copies that `bytes_of` has not waited for yet, by layer."""
+
+    def begin(self, layer: int, there: Tensor) -> None:
+        """Begin to copy the own rows of a layer from `there`, on the device, after they are computed. Raises
+        ResourceExhaustedError if there is too little host memory."""
+        try:
+            home = self._home.span(layer, self._tokens)
+        except OUT_OF_MEMORY as error:
+            what = f"job {self._job.number}: no memory for {len(self._tokens)} tokens of layer {layer}"
+            raise ResourceExhaustedError(f"{what}: retry later") from error
+        self._running[layer] = self._link.store([(home, there)])
+
+    def bytes_of(self, layer: int) -> memoryview:
+        """Wait for the copy of a layer, and return the bytes in host memory. Raises the error of a failed copy."""
+        self._running.pop(layer).result()
+        return byte_view(self._home.span(layer, self._tokens))
+
+    def join(self, layer: int) -> None:
+        """Make later work of this thread on the device wait for the copy of a layer, if it may still be running. That
+        work may then overwrite the layer's memory on the device."""
+        if layer in self._running:
+            self._running[layer].join()
+
+    def wait(self) -> None:
+        """Wait until no copy is running. Does not raise the errors of copies. Nothing may be sent afterwards."""
+        for copying in self._running.values():
+            copying.wait()
+        self._running.clear()
+
+
 class StagedKv:
     """Access to a job's KV in device memory, for links that send from and receive into host memory. The device holds
     one layer at a time. Implements Span: the forward pass writes the new K and V of the current layer into this
     object's memory."""
 
     def __init__(self, pipeline: KvPipeline, device: Device) -> None:
-        layout = pipeline.kv.own.layout
-        self._pipeline, self._own_kv, self._link = pipeline, pipeline.kv.own, device.link
+        home, layout = pipeline.kv.own, pipeline.kv.own.layout
+        assert isinstance(home, LayerBuffers), "staged KV is stored layer by layer"
+        self._pipeline, self._link = pipeline, device.link
+        self._stores = OwnStores(pipeline, home, device.link)
         self._own = LayerBuffers(layout, pipeline.own, device.buffer)
         self._earlier = LayerBuffers(layout, pipeline.earlier, device.buffer)
         self._prefix = FetchedPrefix(pipeline.kv, device)
@@ -157,11 +210,15 @@ class StagedKv:
         return self._own.span(layer, self.tokens)
 
     def own_rows(self, layer: int) -> KvRows:
-        """Copy the KV of the rank's own tokens in this layer to host memory, and start the copy of the cached prefix to
-        the device. Return the KV of the own tokens on the device."""
-        self._link.store([(self._own_kv.span(layer, self.tokens), self.own(layer))]).result()
+        """Start to copy the KV of the rank's own tokens in this layer to host memory, and the cached prefix to the
+        device. Return the KV of the own tokens on the device. Attention and the copy read it at the same time."""
+        self._stores.begin(layer, self.own(layer))
         self._prefix.fetch(layer)
         return self._own.rows(layer, self.tokens)
+
+    def own_bytes(self, layer: int) -> memoryview:
+        """Wait until the KV of the rank's own tokens in this layer is in host memory, and return a view of it."""
+        return self._stores.bytes_of(layer)
 
     def other_rows(self, layer: int) -> list[KvRows]:
         """Return this layer's KV of the tokens before the rank's own, in device memory. The copy of the cached prefix
@@ -182,6 +239,7 @@ class StagedKv:
         """Free the layer's KV on the device, so that the memory can hold the next layer. Notify the KvPipeline that the
         earlier ranks' KV of this layer is not read any more. The KvPipeline may then free the host memory of this
         KV."""
+        self._stores.join(layer)  # the next layer is written into the same memory
         self._own.release(layer)
         self._prefix.leave(layer)
         if self._has_earlier:
@@ -192,6 +250,7 @@ class StagedKv:
 
     def close(self) -> None:
         """Wait for running copies, and free the job's device memory."""
+        self._stores.wait()
         self._prefix.close()
         self._own.drop()
         self._earlier.drop()
@@ -201,20 +260,29 @@ class LinkedKv:
     """Access to a job's KV in device memory, for links that send from and receive into device memory."""
 
     def __init__(self, pipeline: KvPipeline, device: Device) -> None:
-        self.span: Span = BufferSpan(pipeline.kv.own, pipeline.own)
-        self._pipeline, self._own_kv, self._link = pipeline, pipeline.kv.own, device.link
+        self._own = _buffer_of(pipeline.kv)
+        self.span: Span = BufferSpan(self._own, pipeline.own)
+        self._pipeline, self._link = pipeline, device.link
+        home = LayerBuffers(self._own.layout, pipeline.own, device.home_buffer)
+        self._stores = OwnStores(pipeline, home, device.link)
         self._prefix = FetchedPrefix(pipeline.kv, device)
         self._left: int | None = None
         """Layer for which `leave` was called while the device may still read the KV of earlier ranks; None if no such
         layer exists."""
 
     def own_rows(self, layer: int) -> KvRows:
-        """Start the copy of the layer's cached prefix to the device. Block until the device has written the KV of the
-        rank's own tokens in this layer, then return this KV. Links may send it after this call."""
+        """Start to copy the KV of the rank's own tokens in this layer to host memory, and the cached prefix to the
+        device. Return the KV of the own tokens on the device."""
+        self._stores.begin(layer, self._own.span(layer, self._pipeline.own))
         self._prefix.fetch(layer)
-        self._link.store(()).result()
-        self._read_last()
-        return self._own_kv.rows(layer, self._pipeline.own)
+        return self._own.rows(layer, self._pipeline.own)
+
+    def own_bytes(self, layer: int) -> memoryview:
+        """Wait until the KV of the rank's own tokens in this layer is in host memory, and return a view of it. Links
+        may then send the KV from the device, because the device has written it before the copy."""
+        data = self._stores.bytes_of(layer)
+        self._read_last()  # the copy began after the work on the layer before
+        return data
 
     def other_rows(self, layer: int) -> list[KvRows]:
         """Return this layer's KV of the tokens before the rank's own, in device memory. The copy of the cached prefix
@@ -236,8 +304,9 @@ class LinkedKv:
     def close(self) -> None:
         """Free the device memory of the cached prefix. Block until the device no longer reads the job's KV. The caller
         may then free the job's memory."""
+        self._stores.wait()
         self._prefix.close()
-        self._link.store(()).result()
+        self._link.queued().result()
         self._read_last()
 
     def _read_last(self) -> None:
@@ -246,6 +315,11 @@ class LinkedKv:
         if self._left is not None and len(self._pipeline.earlier):
             self._pipeline.attended(self._left)
         self._left = None
+
+
+def _buffer_of(kv: RankKv) -> KvBuffer:
+    assert isinstance(kv.own, KvBuffer), "the rank computes into one buffer for all layers"
+    return kv.own
 
 
 def kv_of(pipeline: KvPipeline, device: Device) -> JobKv:

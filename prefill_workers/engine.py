@@ -261,9 +261,11 @@ class PrefillEngine:
         layout, own = self.decoder.layout, job.chunks[job.ranks.index(session.rank)]
         is_linked = session.links is not None and session.links.on_device
         make_buffer = self.decoder.device.buffer if is_linked else self._make_buffer
+        # Memory for staged KV is allocated on the engine's thread, because the caller must not wait until it is pinned.
+        is_staged = not (is_linked or self.decoder.device.is_home)
         self._room.promise(job, own, num_layers=layout.num_layers if is_linked else 1)
         try:
-            own_kv = make_buffer(layout, own)
+            own_kv = LayerBuffers(layout, own, make_buffer) if is_staged else make_buffer(layout, own)
         except OUT_OF_MEMORY as error:
             self._room.give_back(job.number)
             raise ResourceExhaustedError(f"job {job.number}: no memory for {len(own)} tokens: retry later") from error

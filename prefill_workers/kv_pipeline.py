@@ -54,8 +54,9 @@ class RankKv:
 
     job: Job
     rank: Rank
-    own: KvBuffer
-    """KV of the rank's own tokens in all layers."""
+    own: KvBuffer | LayerBuffers
+    """KV of the rank's own tokens in all layers. With LayerBuffers, the memory of a layer is allocated when its KV is
+    computed, and kept until the end of the job."""
     earlier: LayerBuffers
     """KV of the tokens that earlier ranks of the chain compute."""
     on_device: bool = False
@@ -65,6 +66,11 @@ class RankKv:
         """Return the memory of `rows`, a contiguous tensor of KV, as a payload, without a copy. The payload is a byte
         view in host memory, or a uint8 tensor on a device."""
         return rows.view(torch.uint8).view(-1) if self.on_device else byte_view(rows)
+
+    def bytes_of(self, rows: Tensor) -> memoryview:
+        """Return the bytes of `rows`, a contiguous tensor of KV. In host memory this is a view. From a device it is a
+        copy, and the call blocks until the copy is complete."""
+        return self.own.access.read([rows]) if isinstance(self.own, KvBuffer) else byte_view(rows)
 
 
 class KvPipeline:
