@@ -27,13 +27,15 @@ by `prefill_workers.engine`, on its thread.
 """
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
+from typing import Protocol
 
 from torch import Tensor
 
 from baton.errors import NotFiniteError
-from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.attention import Attention
+from baton.modeling.forward.decoder import Decoder, Span
 from baton.modeling.forward.drawing import NO_TOKEN
 from baton.modeling.forward.sampling import SamplerState, sample
 from baton.modeling.kv.buffers import KvRows
@@ -52,6 +54,19 @@ _OVERHEAD_TOKENS = 32
 number of tokens whose computation takes the same time."""
 
 
+class Batch(Protocol):
+    """Jobs that are computed together (`prefill_workers.job_batch`)."""
+
+    jobs: "list[ChainJob]"
+    """Jobs whose computation continues."""
+
+    def turn(self) -> None:
+        """Compute about one layer of all jobs. Raises the errors of their KvSenders."""
+
+    def leave(self, job: "ChainJob") -> None:
+        """Remove a job that has ended. Idempotent."""
+
+
 class ChainJob:
     """One job on one rank. The engine calls `turn` while the job is `runnable`. When the job is `over`, the engine
     resolves `future` and drops the job.
@@ -67,6 +82,8 @@ class ChainJob:
         self.future: Future[JobReport] = Future()
         self.error: BaseException | None = None
         """First error that made the job fail; None if the job has not failed."""
+        self.batch: Batch | None = None
+        """Jobs that are computed together with this one, including this one; None if it is computed alone."""
         self.slowest_turn_s = 0.0
         self.parked_s = clock.now_s()
         """Time at which the last turn (the work on about one layer) ended, as a value of the clock's `now_s`. Before
@@ -76,7 +93,8 @@ class ChainJob:
         self._unsent = deque[int]()
         """Layers whose own KV is computed, and neither pushed nor sent yet. It may still be on its way to host
         memory."""
-        self._token_ids = self.job.token_ids[pipeline.own.start : pipeline.own.end]
+        self.own_ids = self.job.token_ids[pipeline.own.start : pipeline.own.end]
+        """Tokens that this rank computes."""
         self._needs: int | None = None
         self._computed = False
         self._turns = self._run()
@@ -114,19 +132,46 @@ class ChainJob:
         sent to the next rank."""
         return self.error is not None or (self._computed and self.pipeline.done)
 
+    @property
+    def together(self) -> "Sequence[ChainJob]":
+        """Return the jobs that `turn` computes: this job, and those of its batch."""
+        return [self] if self.batch is None else self.batch.jobs
+
+    @property
+    def is_alone(self) -> bool:
+        """Return True if the job's chain has only this rank."""
+        return self.pipeline.source is None and self.pipeline.target is None
+
+    @property
+    def has_begun(self) -> bool:
+        """Return True if the job's computation has begun."""
+        return bool(self._layer_spans) or self._needs is not None
+
+    @property
+    def span(self) -> Span:
+        """Return the memory into which the K and V of the rank's own tokens are written."""
+        return self._kv.span
+
     def fail(self, error: BaseException) -> None:
         """Mark the job as failed with this error. If the job has failed before, its first error is kept."""
         if self.error is None:
             self.error = error
 
     def turn(self) -> None:
-        """Run one turn: compute about one layer, up to the next point that needs more KV or to the end of the job.
-        Raises the errors of the KvSender."""
+        """Run one turn: compute about one layer, up to the next point that needs more KV or to the end of the job. A
+        turn of a batch computes this layer of all its jobs. Raises the errors of the KvSender."""
+        if self.batch is not None:
+            self.batch.turn()
+            return
         start_s = self._clock.now_s()
         if self._needs is not None and self._needs != _MASKS:
             self._wait_s += max(self.pipeline.arrived_s(self._needs) - self.parked_s, 0.0)
-        self._needs = next(self._turns, None)
-        self._computed = self._needs is None
+        self.end_turn(start_s, next(self._turns, None))
+
+    def end_turn(self, start_s: float, needs: int | None) -> None:
+        """Record a turn that began at `start_s`. `needs`: layer whose KV of earlier ranks the next turn needs. None:
+        the job is computed."""
+        self._needs, self._computed = needs, needs is None
         self.parked_s = self._clock.now_s()
         self.slowest_turn_s = max(self.slowest_turn_s, self.parked_s - start_s)
 
@@ -134,6 +179,8 @@ class ChainJob:
         """Drop the unfinished computation, and free the job's device memory. This breaks the last reference cycle that
         would keep the job's memory alive."""
         self._turns.close()
+        if self.batch is not None:
+            self.batch.leave(self)
         self._kv.close()
 
     def report(self) -> JobReport:
@@ -157,42 +204,82 @@ class ChainJob:
         ready."""
         decoder, pipeline = self._decoder, self.pipeline
         step = decoder.begin([self._kv.span])
-        hidden_TD = decoder.embed(self._token_ids, step)
+        hidden_TD = decoder.embed(self.own_ids, step)
         last_layer, time = decoder.config.num_layers - 1, SteadyTime(self._clock)
         for layer in range(last_layer + 1):
             start_ns = time.unix_ns()
             q_TNH = decoder.project(layer, hidden_TD, step)
-            own = self._kv.own_rows(layer)
-            self._unsent.append(layer)
-            if decoder.device.is_home:  # the KV is final, and attention takes a while
-                self._send()
-            if layer < last_layer:
-                hidden_TD = yield from self._attend(layer, q_TNH, hidden_TD, own)
-            elif pipeline.target is None:
-                hidden_TD = yield from self._attend(layer, q_TNH[-1:], hidden_TD[-1:], own)
-                self._send()
-            else:
+            if layer == last_layer and pipeline.target is not None:
+                self._begin_own(layer)
                 self._send()
                 self._kv.leave(layer)
-            self._layer_spans.append(Interval(start_ns, time.unix_ns()))
+            else:
+                if layer == last_layer:
+                    q_TNH, hidden_TD = q_TNH[-1:], hidden_TD[-1:]
+                attention = self.attend_own(layer, q_TNH)
+                yield layer
+                hidden_TD = decoder.complete(layer, hidden_TD, self.attend_others(layer, attention))
+            self.end_layer(layer, start_ns, time)
         if pipeline.target is None and self.job.masks is not None and not self.job.masks.done():
             yield _MASKS
-        self.kv_sender.finish(self._sample(hidden_TD) if pipeline.target is None else ())
+        if pipeline.target is not None:
+            self.kv_sender.finish(())
+        else:
+            states = self.sampler_states()
+            self.finish(sample(decoder.logits(hidden_TD).repeat(len(states), 1), states))
 
-    def _attend(self, layer: int, q_TNH: Tensor, hidden_TD: Tensor, own: KvRows) -> Generator[int, None, Tensor]:
-        """Compute attention for the chunk's last len(q_TNH) tokens and complete the layer. Return these tokens' hidden
-        states."""
-        pipeline = self.pipeline
+    def attend_own(self, layer: int, q_TNH: Tensor) -> Attention:
+        """Begin the attention of the chunk's last len(q_TNH) tokens in a projected layer: compute attention to the
+        chunk's own tokens. Begin to send their KV."""
+        pipeline, own = self.pipeline, self._begin_own(layer)
         attention = self._decoder.attention(layer, q_TNH, pipeline.own.end - len(q_TNH))
         attention.add(own)
-        self._send(num_later=1 if pipeline.source is None and pipeline.target is None else 0)
-        yield layer
+        self._send(num_later=1 if self.is_alone else 0)
+        return attention
+
+    def attend_others(self, layer: int, attention: Attention) -> Tensor:
+        """Compute the rest of the attention that `attend_own` has begun, and return the result. The KV of earlier ranks
+        must have arrived."""
+        pipeline = self.pipeline
         attention.add(*self._kv.other_rows(layer))
         if len(pipeline.earlier) and pipeline.target is None:
             earlier = pipeline.kv.bytes_of(pipeline.earlier_span(layer))
             self.kv_sender.received(layer, pipeline.earlier, earlier)
         self._kv.leave(layer)
-        return self._decoder.complete(layer, hidden_TD, attention.result())
+        return attention.result()
+
+    def end_layer(self, layer: int, start_ns: int, time: SteadyTime, share: float = 1.0) -> None:
+        """Record that a layer is computed, which began at `start_ns`. After the last layer, send the KV of all layers.
+        `share`: share of this job in the computation of the layer. The rest of the time counts as waiting."""
+        if layer == self._decoder.config.num_layers - 1:
+            self._send()
+        self._layer_spans.append(took := Interval(start_ns, time.unix_ns()))
+        self._wait_s += (took.end_ns - took.start_ns) / 1e9 * (1 - share)
+
+    def sampler_states(self) -> list[SamplerState]:
+        """Return the states with which the next token of each choice is sampled from the logits of the last token."""
+        job, eos_token_ids = self.job, self._decoder.config.eos_token_ids
+        choices = [job.params.of_choice(choice) for choice in range(job.params.n)]
+        (masks,) = (None,) if job.masks is None else job.masks.result()
+        return [SamplerState(params, job.prompt_ids, job.output_ids, eos_token_ids, masks=masks) for params in choices]
+
+    def finish(self, firsts: Sequence[SampledToken]) -> None:
+        """End the computation with the first token of each choice. Raises NotFiniteError for logits that are not
+        finite."""
+        if any(token.token_id == NO_TOKEN for token in firsts):
+            raise NotFiniteError(
+                f"job {self.job.number}: the logits behind its {len(self.job.token_ids)} tokens are not finite: "
+                "nothing is kept; see whether this rank's model or its cached KV is damaged"
+            )
+        self.kv_sender.finish(tuple(firsts))
+
+    def _begin_own(self, layer: int) -> KvRows:
+        """Return the KV of the chunk's own tokens in a projected layer. If it is final in host memory, send it."""
+        own = self._kv.own_rows(layer)
+        self._unsent.append(layer)
+        if self._decoder.device.is_home:  # before attention, which takes a while
+            self._send()
+        return own
 
     def _send(self, num_later: int = 0) -> None:
         """Push the own KV of computed layers, and send it to the next rank, except that of the last `num_later` layers.
@@ -212,19 +299,3 @@ class ChainJob:
                 if tokens.end > self.kv_sender.num_present:
                     self.kv_sender.push(layer, tokens, piece.export(layer, tokens))
         self.kv_sender.push(layer, self.pipeline.own, data)
-
-    def _sample(self, hidden_TD: Tensor) -> tuple[SampledToken, ...]:
-        """Sample the next token of each choice from the last position's logits, and return these tokens."""
-        job, eos_token_ids = self.job, self._decoder.config.eos_token_ids
-        choices = [job.params.of_choice(choice) for choice in range(job.params.n)]
-        (masks,) = (None,) if job.masks is None else job.masks.result()
-        states = [
-            SamplerState(params, job.prompt_ids, job.output_ids, eos_token_ids, masks=masks) for params in choices
-        ]
-        tokens = sample(self._decoder.logits(hidden_TD[-1:]).repeat(len(states), 1), states)
-        if any(token.token_id == NO_TOKEN for token in tokens):
-            raise NotFiniteError(
-                f"job {job.number}: the logits behind its {len(job.token_ids)} tokens are not finite: nothing is kept; "
-                "see whether this rank's model or its cached KV is damaged"
-            )
-        return tuple(tokens)

@@ -42,6 +42,7 @@ from prefill_workers.config import PrefillConfig
 from prefill_workers.device_room import DeviceRoom
 from prefill_workers.epoch import EpochSession
 from prefill_workers.job import Job, JobReport, KvSender
+from prefill_workers.job_batch import begin_together
 from prefill_workers.kv_pipeline import KvPipeline, RankKv
 from prefill_workers.links import ConnectLinks
 from prefill_workers.watchdog import Watchdog
@@ -295,6 +296,8 @@ class PrefillEngine:
             patience_s = session.patience_s() if session is not None else None
             over = session.job_scheduler.take_over() if session is not None else []
             job = session.job_scheduler.next_runnable() if session is not None else None
+            if session is not None and job is not None:
+                begin_together(job, session.job_scheduler, self.decoder, self.clock)
             if not over and job is None:
                 if self._closing:
                     return False
@@ -317,10 +320,12 @@ class PrefillEngine:
 
     def _turn(self, job: ChainJob) -> None:
         error: BatonError | None = None
+        jobs = list(job.together)
         with self._changed:
-            self._turns.begin(f"job {job.job.number}", max(job.job.layer_s, job.slowest_turn_s))
+            longest_s = max(max(each.job.layer_s, each.slowest_turn_s) for each in jobs)
+            self._turns.begin(f"job {job.job.number}", longest_s)
         try:
-            self._computed.set((job.job.fingerprint,))
+            self._computed.set(tuple(each.job.fingerprint for each in jobs))
             job.turn()
         except BatonError as refused:
             error = refused.with_traceback(None)  # the traceback would hold the job's memory
@@ -337,6 +342,10 @@ class PrefillEngine:
             self._progress += 1
             if error is not None:
                 job.fail(error)
+                for each in jobs:  # no effect on `job`, which has failed already
+                    each.fail(
+                        ChainError(f"job {each.job.number} was computed together with a job that failed: {error}")
+                    )
 
     def _settle(self, job: ChainJob) -> None:
         """End a job that is over, and resolve its future. No other method resolves it."""

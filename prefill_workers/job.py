@@ -156,7 +156,8 @@ class JobReport:
     """Time interval of each layer, from its start to its end. The interval includes waits, and work on other jobs in
     between."""
     wait_s: float
-    """Total seconds that the job waited for earlier ranks' KV, over all layers."""
+    """Total seconds that the job waited for earlier ranks' KV, over all layers. If jobs are computed together, each job
+    also counts the share of the other jobs in the time of each layer."""
     num_bytes_sent: int
     """Number of bytes of KV that were sent to the next rank of the chain."""
     num_messages_sent: int

@@ -27,7 +27,8 @@ class RankTiming:
     start_ns: int
     end_ns: int
     wait_s: float
-    """Seconds between `start_ns` and `end_ns` in which the rank waited for KV of earlier ranks."""
+    """Seconds between `start_ns` and `end_ns` in which the rank waited for KV of earlier ranks, or computed other jobs
+    together with this one."""
     push_start_ns: int
     push_end_ns: int
     num_bytes_pushed: int
@@ -46,7 +47,7 @@ class RankTiming:
 
     @property
     def computed_s(self) -> float:
-        """Compute time of the rank in seconds. The time in which it waited for KV of earlier ranks is not included."""
+        """Compute time of the rank in seconds. `wait_s` is not included."""
         return (self.end_ns - self.start_ns) / 1e9 - self.wait_s
 
 

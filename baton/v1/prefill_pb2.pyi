@@ -198,7 +198,7 @@ class RankTiming(_message.Message):
     start_ns: _builtins.int
     end_ns: _builtins.int
     wait_s: _builtins.float
-    """Seconds spent waiting for earlier ranks' KV, in all layers."""
+    """Seconds spent waiting for earlier ranks' KV, or on jobs computed together with this one, in all layers."""
     push_start_ns: _builtins.int
     """From the first piece offered to the last piece acknowledged."""
     push_end_ns: _builtins.int
