@@ -161,7 +161,7 @@ def test_different_devices_are_as_configured_and_sizes_follow_the_gpu(model: Res
 def test_too_few_gpus_for_both_roles_serve_the_one_that_asks(model: ResolvedModel) -> None:
     sections = {"prefill": {"num_ranks": 2}, "generate": {"device": "cuda"}}
     config = arranged(model, machine(gpus(2)), sections).config
-    assert (config.prefill.device, config.num_gpus, config.generate.max_slot_tokens) == ("auto", 1, 51648)
+    assert (config.prefill.device, config.num_gpus, config.generate.max_slot_tokens) == ("auto", 1, 51072)
 
 
 def test_what_is_set_stays(model: ResolvedModel) -> None:
@@ -180,8 +180,8 @@ def test_what_is_set_stays(model: ResolvedModel) -> None:
         ({"kv_memory_bytes": "8GiB"}, 16, 64_000),
         ({"gpu_share": 0.25, "num_groups": 1}, 64, 131072),
         ({"residency": "host"}, 16, 8192),
-        ({"kv_memory_bytes": "1GiB"}, 16, 8_000),
-        ({"kv_memory_bytes": "270MiB"}, 1, 2_112),
+        ({"kv_memory_bytes": "1GiB"}, 16, 7_424),
+        ({"kv_memory_bytes": "270MiB"}, 1, 1_408),
         ({"device_memory_bytes": "1GiB"}, 16, 8192),
     ],
 )
