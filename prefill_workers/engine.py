@@ -30,6 +30,7 @@ from baton.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from baton.modeling.device.faults import device_failure
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.kv.buffers import OUT_OF_MEMORY, LayerBuffers, MakeBuffer
 from baton.process.clock import Clock
@@ -103,6 +104,8 @@ class PrefillEngine:
         self._room = DeviceRoom.of(decoder, config.device_memory_bytes)
         decoder.device.bound(self._room.limit_bytes)  # a generation engine in this process may have set another
         self._computed = ComputedNow(crash_note)
+        self._has_failed = False
+        """True if the device has failed. The engine's thread then ends, so that the worker is replaced."""
         self._changed = threading.Condition()
         self._starting = threading.Lock()
         self._num_jobs_done = 0
@@ -290,7 +293,7 @@ class PrefillEngine:
 
     def _step(self) -> bool:
         """Resolve the futures of jobs that are over, and run a turn or wait for a change. Return False if the engine is
-        closed and has no jobs."""
+        closed and has no jobs, or if its device has failed."""
         with self._changed:
             session = self._session
             patience_s = session.patience_s() if session is not None else None
@@ -298,12 +301,14 @@ class PrefillEngine:
             job = session.job_scheduler.next_runnable() if session is not None else None
             if session is not None and job is not None:
                 begin_together(job, session.job_scheduler, self.decoder, self.clock)
-            if not over and job is None:
+            if not over and job is None and not self._has_failed:
                 if self._closing:
                     return False
                 self._changed.wait(patience_s)
         for ended in over:
             self._settle(ended)
+        if self._has_failed:
+            return bool(over)
         if job is not None:
             self._turn(job)
         return True
@@ -332,7 +337,11 @@ class PrefillEngine:
         except CancelledError:  # of its token masks
             error = RequestCancelledError(f"job {job.job.number} was cancelled")
         except Exception as failure:
-            logger.exception("job %d failed in its turn", job.job.number)
+            if text := device_failure(failure):
+                logger.error("the device of the prefill engine failed: %s", text)
+                self._has_failed = True
+            else:
+                logger.exception("job %d failed in its turn", job.job.number)
             error = ChainError(f"job {job.job.number} failed in its turn ({failure!r}): see this rank's log")
             error.__cause__ = failure.with_traceback(None)
         finally:

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
-from baton.errors import BatonError, EpochEndedError, LinkBrokenError, StaleStampError, UnavailableError
+from baton.errors import BatonError, ChainError, EpochEndedError, LinkBrokenError, StaleStampError, UnavailableError
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.kv.buffers import KvBuffer
 from baton.process.clock import SystemClock
@@ -103,6 +104,24 @@ def test_engine_whose_thread_has_ended_says_so(decoder: Decoder) -> None:
         until(lambda: engine.status().stall == "the engine's thread has ended, see its log")
         with pytest.raises(UnavailableError, match="replace it"):
             engine.start_epoch(Epoch(2), Rank(0), 1, connect)
+    finally:
+        engine.close()
+
+
+def test_a_device_that_fails_ends_the_engine_with_one_line(decoder: Decoder, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(layer: int) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCompile with ...")
+
+    engine = PrefillEngine(decoder, SystemClock(), PrefillConfig())
+    (connect,) = in_process_connects(1)
+    try:
+        engine.start_epoch(Epoch(1), Rank(0), 1, connect)
+        job = Job(JobId(7), Epoch(1), RequestId("r"), 1, (Rank(0),), (TokenRange(0, 2),), (1, 2))
+        future = engine.submit(job, KeepingSender(fail))
+        assert isinstance(future.exception(WAIT_S), ChainError)
+        until(lambda: engine.status().stall == "the engine's thread has ended, see its log")
+        [line] = [record for record in caplog.records if record.levelname == "ERROR"]
+        assert line.exc_info is None and "illegal memory access" in line.getMessage()
     finally:
         engine.close()
 
