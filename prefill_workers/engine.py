@@ -340,6 +340,7 @@ class PrefillEngine:
             if text := device_failure(failure):
                 logger.error("the device of the prefill engine failed: %s", text)
                 self._has_failed = True
+                self.end_epoch(ChainError(f"the device of this rank has failed ({text})"))
             else:
                 logger.exception("job %d failed in its turn", job.job.number)
             error = ChainError(f"job {job.job.number} failed in its turn ({failure!r}): see this rank's log")
@@ -358,7 +359,13 @@ class PrefillEngine:
 
     def _settle(self, job: ChainJob) -> None:
         """End a job that is over, and resolve its future. No other method resolves it."""
-        job.close()
+        try:
+            job.close()
+        except RuntimeError as error:
+            if not device_failure(error):
+                raise
+            self._has_failed = True  # copies of the job cannot be waited for, and the process ends
+            job.fail(ChainError(f"job {job.job.number}: the device of this rank has failed"))
         with self._changed:
             self._room.give_back(job.job.number)
             self._num_jobs_done += 1

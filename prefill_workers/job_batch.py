@@ -5,8 +5,9 @@ hardly more launches than one: only the attention of each job and the copies of 
 jobs of chains of one rank are put into a batch, because other jobs must keep pace with other ranks. On a CPU, jobs are
 not put into batches: a turn of one job already uses all cores.
 
-Jobs join a batch before their first turn. A job that fails leaves the batch, and the other jobs continue. Used by
-`prefill_workers.engine`, on its thread.
+Jobs join a batch before their first turn. A job that is cancelled, or whose logits are not finite, leaves the batch,
+and the other jobs continue. An error in a turn fails all jobs of the batch. Used by `prefill_workers.engine`, on its
+thread.
 """
 
 from collections.abc import Generator, Iterable, Sequence

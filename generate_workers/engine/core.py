@@ -177,7 +177,9 @@ class GenerationEngine:
         self._slots.expire()
         self._join_committed()
         self._join_waiting()
-        behind = self._pipeline.behind
+        if (behind := self._pipeline.behind) is not None:
+            with self._ending_failed(behind):
+                self._pipeline.draw()
         plan = self._running.plan(ahead=behind is not None)
         self._watch.begin(name, plan.expected_s)
         with self._ending_failed(plan):
@@ -208,8 +210,7 @@ class GenerationEngine:
 
     @property
     def _has_rows(self) -> bool:
-        """Return whether a launched step is unread, or the batch has sequences and does not wait for memory. Any
-        thread."""
+        """Return whether a step is unread, or the batch has sequences and does not wait for memory. Any thread."""
         return self._pipeline.has_unread or (bool(self._running.rows) and not self._running.is_stalled)
 
     def _await_work(self) -> bool:
@@ -284,8 +285,7 @@ class GenerationEngine:
             self._join(stream, batch_slots)
 
     def _resume(self) -> bool:
-        """Resume preempted sequences. Return True if no preempted sequence waits any more. End the stream of a sequence
-        for which no memory can be allocated although no other sequence runs."""
+        """Resume preempted sequences. Return True if none waits any more. End streams that cannot get memory alone."""
         while True:
             try:
                 return self._running.resume()
@@ -313,8 +313,8 @@ class GenerationEngine:
 
     @contextmanager
     def _ending_failed(self, plan: StepPlan) -> Iterator[None]:
-        """If the block raises an error, log it, and end the streams of the sequence that caused it, or of all sequences
-        of the plan, with this error. Raises the error if the device has failed: the engine then ends."""
+        """If the block raises an error, log it, and end the streams of its sequence, or of all sequences of the plan,
+        with this error. Raises the error if the device has failed: the engine then ends."""
         running = self._running
         try:
             yield

@@ -87,7 +87,7 @@ class TakenBytes:
     draft_kv: int = 0
     """Bytes of a draft model's KV for all slots together. 0 if there is no draft model."""
     num_step_bytes: int = 0
-    """Bytes of device memory that captured decode steps use. 0 if there are none."""
+    """Bytes of device memory that captured steps use. 0 if there are none."""
 
     def __str__(self) -> str:
         """Return a readable text that names each use of the memory and its bytes."""

@@ -50,6 +50,8 @@ class LaunchedStep:
     """Bytes of KV that attention reads."""
     failed: dict[Row, InvalidArgumentError] = field(default_factory=dict)
     """Sequences whose token could not be drawn, because their grammar does not allow their output."""
+    error: Exception | None = None
+    """Error with which the drawing failed."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,11 @@ class ModelRunner:
         """Number of tokens that the last step ran."""
 
     @property
+    def runs_ahead(self) -> bool:
+        """True if steps may be launched before the step before has been read."""
+        return self._device_steps is not None
+
+    @property
     def replays(self) -> bool:
         """True if steps replay CUDA graphs, except draft steps and steps that fit into no graph."""
         return self._device_steps is not None and self._device_steps.captures
@@ -169,7 +176,10 @@ class ModelRunner:
         their tokens mean nothing."""
         if isinstance(step.tokens, PendingTokens):
             return step.tokens
-        for row in step.places:
+        if step.error is not None:
+            raise step.error
+        rows = [row for row in step.places if row.batch_slot is not None]  # others have ended
+        for row in rows:
             try:
                 row.sampler.settle(0)
             except InvalidArgumentError as error:
@@ -177,11 +187,15 @@ class ModelRunner:
         draws = [RowDraw.of(row.sampler.params, row.sampler.position) for row in step.places]
 
         def adjust(logits_RV: Tensor) -> None:
-            for row, place in step.places.items():
+            for row in rows:
                 if row not in step.failed:
-                    row.sampler.adjust(logits_RV[place])
+                    row.sampler.adjust(logits_RV[step.places[row]])
 
-        step.tokens = step.tokens.draw(draws, adjust)
+        try:
+            step.tokens = step.tokens.draw(draws, adjust)
+        except Exception as error:
+            step.error = error  # logits may have been changed already, so the drawing is not repeated
+            raise
         return step.tokens
 
     @torch.inference_mode()

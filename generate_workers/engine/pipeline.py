@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from baton.modeling.forward.step_graphs import PendingTokens
 from baton.process.crash_notes import ComputedNow
 from baton.types import DraftRound, SampledToken
 from generate_workers.engine.model_runner import LaunchedStep, ModelRunner
@@ -79,21 +80,33 @@ class StepPipeline:
     def launch(self, plan: StepPlan) -> bool:
         """Launch the plan's step, and count its unread tokens as known. Afterwards the step before it, if it is unread,
         must be read. Return False, and change nothing, if the plan cannot be launched in this way."""
+        if not self._runner.runs_ahead:
+            return False
         behind = self._unread[-1].step if self._unread else None
-        if behind is not None:
-            self._runner.draw(behind)
+        if behind is not None and not isinstance(behind.tokens, PendingTokens):
+            return False  # its drawing failed
         watched, launched_s = self._running.watched_in(plan), self._clock.now_s()
-        step = self._runner.launch(plan, self._running.rows, behind)
+        self._note(watched)
+        step = None
+        try:
+            step = self._runner.launch(plan, self._running.rows, behind)
+        finally:
+            if step is None:
+                self._note()
         if step is None:
             return False
         self.num_steps += 1
         claims = self._slots.enter([self._running.rows[span.slot].ref for span in plan.spans])
         self._unread.append(_Unread(step, claims, watched, launched_s))
-        self._note()
         self._running.ran(plan)
         for row in step.places:
             row.num_unread += 1
         return True
+
+    def draw(self) -> None:
+        """Launch the drawing of the unread step's tokens, unless it was launched with the step. Must be called before
+        the next step is launched. Raises the error of the drawing, and so does `read` then."""
+        self._runner.draw(self._unread[0].step)
 
     def read(self) -> None:
         """Wait for the oldest unread step, and accept its tokens. Raises the device's error if the step failed. In any
@@ -150,6 +163,6 @@ class StepPipeline:
         for row in unread.step.places:
             row.num_unread -= 1
 
-    def _note(self) -> None:
-        """Write the requests of the launched steps to the crash note."""
-        self._computed.set(tuple(name for each in self._unread for name in each.watched))
+    def _note(self, watched: tuple[bytes, ...] = ()) -> None:
+        """Write the requests of the launched steps, and those in `watched`, to the crash note."""
+        self._computed.set((*(name for each in self._unread for name in each.watched), *watched))

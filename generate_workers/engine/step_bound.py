@@ -148,7 +148,8 @@ class StepBound:
         """Return True if the next step should only decode, so that the cost of decoding is measured. This is the case
         after `_MOST_MIXED` successive mixed steps. It is also the case after one mixed step if more sequences decode
         now than in any earlier step that only decoded, or if the mixed step took less than the predicted time of
-        decoding alone. It is never the case directly after a step that only decoded."""
+        decoding alone. It is never the case directly after a step that only decoded. Pipelined steps are planned before
+        the step before them is observed, so there it may be the case twice in succession."""
         is_unlimited = math.inf in (self._max_stretch, self._budget_s)
         if not self._num_mixed or not decoding.num_rows or is_unlimited:
             return False

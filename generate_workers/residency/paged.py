@@ -17,6 +17,7 @@ import threading
 from collections.abc import Sequence
 from typing import Self
 
+from baton.modeling.device.faults import device_failure
 from baton.modeling.device.port import Device
 from baton.modeling.kv.buffers import HostAccess
 from baton.modeling.kv.page_prefixes import PagePrefixes
@@ -51,7 +52,11 @@ class PoolUse:
         """Release the pages of a sequence that has ended."""
         with self._releasing:  # so that `last` never goes back
             if pages.num_bytes:
-                self.last = self._access.queued()
+                try:
+                    self.last = self._access.queued()
+                except RuntimeError as error:
+                    if not device_failure(error):
+                        raise  # otherwise the device does no more work, and the process ends
         pages.release()
 
 

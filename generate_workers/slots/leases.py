@@ -5,7 +5,7 @@ These objects have no lock of their own. `slots.table.SlotTable` owns them and g
 
     FREE -> LEASED -> COMMITTED -> ACTIVE -> FREE
               |           |          |
-              +-----------+----------+--> QUARANTINED -> FREE     freed while a writer or reader was using the memory
+              +-----------+----------+--> QUARANTINED -> FREE     freed while others were using the memory
 
     FREE -> HELD -> ACTIVE -> FREE      slot of a further choice (n > 1): reserved and activated with the lease's slot
 """
@@ -39,7 +39,7 @@ class SlotState(Enum):
     ACTIVE = "active"
     """The slot belongs to a sequence in the batch. It has no deadline, and is freed when the sequence ends."""
     QUARANTINED = "quarantined"
-    """The slot was freed while writers or readers were using its memory. It cannot be claimed until the last of them
+    """The slot was freed while others (writers, readers, steps) used its memory. It cannot be claimed until the last
     has ended."""
 
 
@@ -59,9 +59,9 @@ class SlotMove(Enum):
     ACTIVATE = "activate"
     FREE = "free"
     QUARANTINE = "quarantine"
-    """The slot is freed while a writer or reader is still using its memory."""
+    """The slot is freed while a writer, a reader or a launched step is still using its memory."""
     EMPTY = "empty"
-    """The last writer or reader of a quarantined slot has ended, and the slot becomes free."""
+    """The last user of a quarantined slot has ended, and the slot becomes free."""
 
 
 TRANSITIONS: Mapping[tuple[SlotState, SlotMove], SlotState] = {
@@ -136,8 +136,8 @@ class Slot:
         self._memory = memory
         self.state = SlotState.FREE
         self.num_inside = 0
-        """Number of writers and readers of the slot's memory. Each piece of KV that is being copied to the device
-        counts as a writer."""
+        """Number of writers, readers and launched steps that use the slot's memory. Each piece of KV that is being
+        copied to the device counts as a writer."""
         self.claim: SlotClaim | None = None
         self.last_expired: Stamp | None = None
         """Stamp of the slot's previous claim if that claim has expired. None if it ended for another reason, or if the
@@ -171,7 +171,7 @@ class Slot:
             self._drop()
 
     def leave(self) -> bool:
-        """Decrement the number of writers and readers. Return True if the slot was quarantined and has now become
+        """Decrement the number of users of the memory. Return True if the slot was quarantined and has now become
         free."""
         assert self.num_inside > 0
         self.num_inside -= 1
@@ -223,7 +223,7 @@ class KvLedger:
     num_bytes_active: int = 0
     """Number of bytes reserved for the slots of the sequences in the batch."""
     num_bytes_quarantined: int = 0
-    """Number of bytes reserved for slots that were freed while a writer or reader was using their memory."""
+    """Number of bytes reserved for slots that were freed while others were using their memory."""
 
     @property
     def num_bytes_taken(self) -> int:

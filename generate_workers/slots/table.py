@@ -5,7 +5,7 @@ Callers by thread:
 
 - `baton.transport.kv_receiver` leases slots, pushes KV and commits leases on the process's asyncio loop. It uses the
   table as a baton.transport.kv_sink.KvSink.
-- `engine.core` calls `occupy`, `activate`, `expire` and `release` on the engine's thread.
+- `engine` calls `occupy`, `activate`, `expire`, `enter`, `leave` and `release` on the engine's thread.
 - `prefixes` copies cached blocks into slots, and copies answers out of slots, on its own threads. It releases a slot
   after it has copied the slot's answer.
 
@@ -204,7 +204,7 @@ class SlotTable:
 
     def open_read(self, ref: LeaseRef) -> SlotReader:
         """Return a reader of an active slot. The slot is not given to another sequence before the reader is closed. The
-        sequence in the slot must not write KV any more."""
+        sequence in the slot must not write KV any more, except that of its last token in a launched step."""
         with self._changing():
             slot = self._claims.active(ref)
             assert slot.claim is not None

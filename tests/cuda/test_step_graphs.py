@@ -59,6 +59,11 @@ def test_steps_are_read_before_rows_are_preempted(check: Check) -> None:
     check(late_steps.check_preemption)
 
 
+@pytest.mark.parametrize("late", [True, False])
+def test_an_error_of_the_drawing_ends_the_streams_of_its_step(check: Check, late: bool) -> None:
+    check(late_steps.check_failures, late=late)
+
+
 def test_logits_are_changed_late(check: Check) -> None:
     check(late_steps.check_grammars)
 

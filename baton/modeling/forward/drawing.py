@@ -5,8 +5,8 @@ the same filters and the same noise:
 
 - On a CPU, and on a GPU without Triton, tokens are drawn one sequence after another. Only as many tokens are examined
   as the filters may keep.
-- `choose_tokens` draws for a whole batch with Triton's kernels. The host reads nothing, so `step_graphs` can capture
-  the drawing in a CUDA graph together with the step.
+- `choose_tokens` draws for a whole batch with Triton's kernels. The host reads nothing, so that `step_graphs` can
+  launch the next step before the tokens are drawn.
 
 Filters are applied in the order of vLLM: min-p, top-k, top-p. The probabilities for top-p are normalised over the
 tokens that min-p and top-k keep. Equally likely tokens are ordered by id, so top-k keeps exactly k tokens.

@@ -135,8 +135,8 @@ class StepGraphs:
         captures: bool = True,
     ) -> None:
         """Capture a forward pass in a CUDA graph for each shape. Each sequence has at most `row_pages` pages. The
-        largest step is captured first, because all graphs share its memory. A step has at most as many results as the
-        shape with the most.
+        largest step is captured first, because all graphs share its memory. Steps that fit into no shape may have as
+        many results as all sequences of the largest shape can have with drafts.
 
         If `captures` is False, nothing is captured, and steps are launched kernel by kernel. If there is too little
         memory, raises one of the errors in OUT_OF_MEMORY. Blocks.
@@ -152,7 +152,10 @@ class StepGraphs:
         """Inputs in host memory. Steps use them in rotation, because the device may not have copied those of the step
         before when the host writes the next ones."""
         self._there = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        most_results = max(shape.num_results for shape in shapes)
+        most_results = max(shape.num_rows for shape in shapes) * max(_VERIFIED_TOKENS)
+        sizes = max(shape.num_results for shape in shapes), decoder.config.vocab_size
+        self._logits_RV = torch.zeros(sizes, device=device)
+        """Logits of the latest step that fitted into a shape, fp32. All graphs write to it."""
         self._results = [_host(most_results, torch.int64, device) for _ in range(_IN_FLIGHT)]
         self._chosen_R = torch.zeros(most_results, dtype=torch.int64, device=device)
         """Tokens that the latest step draws."""
@@ -165,13 +168,13 @@ class StepGraphs:
         self._inputs = {shape: StepInputs.over(self._there, shape, row_pages) for shape in self.shapes}
         self._input_bytes = {shape: input_bytes(shape, row_pages) for shape in self.shapes}
         self._forwards = dict[StepShape, Callable[[], Tensor]]()
-        pool = torch.cuda.graph_pool_handle() if captures else None
+        capture = _Capture(device) if captures else None
         for shape in reversed(self.shapes):
             run: Callable[[], Tensor] = functools.partial(self._forward, shape)
-            if captures:
+            if capture is not None:
                 self._there.zero_()
                 self._inputs[shape].slots_T.fill_(-1)  # the steps before a capture write no keys
-                run = _captured(run, device, pool)
+                run = capture(run)
             self._forwards[shape] = run
 
     @torch.inference_mode()
@@ -291,7 +294,8 @@ class StepGraphs:
             if shape.selects and layer == decoder.config.num_layers - 1:  # only the results are left
                 hidden_TD, o_TNH = hidden_TD[inputs.results_R], o_TNH[inputs.results_R]
             hidden_TD = decoder.complete(layer, hidden_TD, o_TNH)
-        return decoder.logits(hidden_TD)
+        logits_RV = decoder.weights.head(hidden_TD, decoder.weights.final_norm)
+        return self._logits_RV[: shape.num_results].copy_(logits_RV)
 
     def _known(self, token_ids_T: Tensor, sources_T: Tensor) -> Tensor:
         """Return the tokens of a step, including those that the step before draws. A sequence whose logits were not
@@ -305,20 +309,27 @@ def _host(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-def _captured(run: Callable[[], Tensor], device: torch.device, pool: Any) -> Callable[[], Tensor]:
-    """Return a function that replays `run` with the current contents of its tensors, and returns its result."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(_WARM_UPS):
-            run()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        result = run()
+class _Capture:
+    """Captures functions in CUDA graphs that share memory."""
 
-    def replay() -> Tensor:
-        graph.replay()
-        return result
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool: Any = torch.cuda.graph_pool_handle()
 
-    return replay
+    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Return a function that replays `run` with the current contents of its tensors, and returns its result."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UPS):
+                run()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay

@@ -29,8 +29,8 @@ class StepTokens:
     token_ids: Sequence[int]
     """New tokens of all sequences, concatenated."""
     sources: Sequence[int]
-    """Where the host has not read a token yet: the index of the token among the tokens that the step before draws. -1
-    for all other tokens."""
+    """Index among the tokens that the step before draws, for each new token that the host has not read. -1: the host
+    knows the token."""
     positions: Sequence[int]
     """Position of each token in its sequence."""
     results: Sequence[int]

@@ -6,16 +6,20 @@ import contextlib
 import dataclasses
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+from torch import Tensor
 
 from baton.errors import ResourceExhaustedError
 from baton.modeling.device.port import Device
 from baton.modeling.kv.pages import PAGE_TOKENS
 from baton.sampling_params import SamplingParams, StructuredOutput
-from baton.types import FinishReason
-from generate_workers.engine.rows import StreamId
+from baton.types import FinishReason, SlotId
+from generate_workers.engine.model_runner import LaunchedStep
+from generate_workers.engine.rows import Row, StreamId
+from generate_workers.engine.scheduling_policy import StepPlan
 from generate_workers.residency.paged import PagedResidency
 from generate_workers.slots.kv_memory import MemoryLimits
 from tests.support.engines.devices import TensorDevice
@@ -30,14 +34,11 @@ class LateQueue:
     """Queue of a device: work that was launched, and runs when the host waits for it."""
 
     def __init__(self) -> None:
-        self.most_waiting = 0
-        """Maximum number of steps that waited at the same time."""
         self._work = deque[Callable[[], None]]()
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
         """Queue work, and return a function that runs all work up to it."""
         self._work.append(work)
-        self.most_waiting = max(self.most_waiting, len(self._work))
 
         def wait() -> None:
             while work in self._work:
@@ -47,18 +48,30 @@ class LateQueue:
 
 
 @contextmanager
-def late_engine(device: Device | None = None, **options: Any) -> Iterator[tuple[Harness, LateQueue]]:
-    """Run an engine on a late device. At the end, check that all pages are free."""
+def late_engine(device: Device | None = None, *, late: bool = True, **options: Any) -> Iterator[Harness]:
+    """Run an engine on a late device, or, if `late` is False, on a CPU device that runs a step when it is launched. At
+    the end, check that steps were launched before the step before was read, and that all pages are free."""
+    num_ahead = 0
     with engine_on(device or TensorDevice(), max_slot_tokens=MAX_TOKENS, **options) as (made, _):
-        steps, queue = made.engine._pipeline._runner._device_steps, LateQueue()
+        runner = made.engine._pipeline._runner
+        steps, launch = runner._device_steps, runner.launch
         assert steps is not None
-        if not steps.captures:  # a GPU is late by itself
-            vars(steps)["_queue"] = queue
-        yield made, queue
+        if late and not steps.captures:  # a GPU is late by itself
+            vars(steps)["_queue"] = LateQueue()
+
+        def launched(plan: StepPlan, rows: Mapping[SlotId, Row], behind: LaunchedStep | None) -> LaunchedStep | None:
+            nonlocal num_ahead
+            step = launch(plan, rows, behind)
+            num_ahead += step is not None and behind is not None
+            return step
+
+        vars(runner)["launch"] = launched
+        yield made
         made.engine.step()
         assert is_empty(made.slots.ledger())
         residency = made.slots.memory.residency
         assert isinstance(residency, PagedResidency) and residency.pool.num_free == residency.pool.num_pages
+        assert num_ahead, "no step was launched before the step before was read"
 
 
 def check_ends(device: Device | None = None) -> None:
@@ -68,7 +81,7 @@ def check_ends(device: Device | None = None) -> None:
     expected = reference_ids(cpu, ids, dataclasses.replace(DRAWN, max_tokens=12))
     ending = dataclasses.replace(DRAWN, max_tokens=12, stop_token_ids=(expected[5],))
     assert expected[5] not in expected[:5]
-    with late_engine(device, num_slots=2) as (made, queue):
+    with late_engine(device, num_slots=2) as made:
         _, stream = made.submit(ids, ending)
         _, other = made.submit(prompt(12), dataclasses.replace(GREEDY, max_tokens=12))
         while not stream.ended.is_set():
@@ -80,7 +93,6 @@ def check_ends(device: Device | None = None) -> None:
         assert stream.token_ids == expected[:6] and stream.finish is FinishReason.STOP
         assert other.token_ids == reference_ids(cpu, prompt(12), dataclasses.replace(GREEDY, max_tokens=12))
         assert third.token_ids == reference_ids(cpu, prompt(30), FILTERED)
-    assert queue.most_waiting != 1, "steps are pipelined"
 
 
 def check_walk(device: Device | None = None, *, seed: int = 0, num_requests: int = 24) -> None:
@@ -89,7 +101,7 @@ def check_walk(device: Device | None = None, *, seed: int = 0, num_requests: int
     cpu = eos_decoder()
     limits = MemoryLimits(1 << 40, 7 * PAGE_TOKENS * cpu.layout.token_bytes)
     options: dict[str, Any] = {"limits": limits, "growth_tokens": 8, "max_batched_tokens": 64, "num_slots": 5}
-    with late_engine(device, **options) as (made, queue):
+    with late_engine(device, **options) as made:
         walk = _Walk(made, random.Random(seed), num_requests)
         walk.run()
         for ids, params, stream in walk.asked:
@@ -99,7 +111,6 @@ def check_walk(device: Device | None = None, *, seed: int = 0, num_requests: int
                 ended = got.finish is not FinishReason.CANCELLED
                 assert got.token_ids == (expected if ended else expected[: len(got.token_ids)]), (ids, params)
         assert walk.num_cancelled and walk.num_pushed
-    assert queue.most_waiting != 1, "steps are pipelined"
 
 
 def check_preemption(device: Device | None = None) -> None:
@@ -107,13 +118,32 @@ def check_preemption(device: Device | None = None) -> None:
     cpu = eos_decoder()
     limits = MemoryLimits(1 << 40, 3 * PAGE_TOKENS * cpu.layout.token_bytes)
     asked = [(prompt(63), DRAWN), (prompt(62), GREEDY), (prompt(5), FILTERED)]
-    with late_engine(device, limits=limits, growth_tokens=1, max_batched_tokens=64) as (made, queue):
+    with late_engine(device, limits=limits, growth_tokens=1, max_batched_tokens=64) as made:
         streams = [made.submit(*each)[1] for each in asked]
         made.run()
         assert made.engine.status().num_preemptions >= 1
         for each, stream in zip(asked, streams, strict=True):
             assert stream.token_ids == reference_ids(cpu, *each)
-    assert queue.most_waiting != 1, "steps are pipelined"
+
+
+def check_failures(device: Device | None = None, *, late: bool = True) -> None:
+    """Check that an error of the drawing ends the streams of its step, and no others."""
+    cpu, penalised = eos_decoder(), dataclasses.replace(GREEDY, max_tokens=30, presence_penalty=0.5)
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("broken")
+
+    with late_engine(device, late=late, num_slots=3) as made:
+        _, stream = made.submit(prompt(9), penalised)
+        for _ in range(5):
+            made.engine.step()
+        [row] = made.engine._running.rows.values()
+        vars(row.sampler)["adjust"] = fail
+        made.run(stream)
+        assert stream.finish is FinishReason.ERROR and stream.error == "ValueError: broken"
+        _, other = made.submit(prompt(5), GREEDY)
+        made.run(other)
+        assert other.token_ids == reference_ids(cpu, prompt(5), GREEDY)
 
 
 def check_grammars(device: Device | None = None) -> None:
@@ -133,12 +163,11 @@ def check_grammars(device: Device | None = None) -> None:
     with harness(decoder=eos_decoder(), num_slots=7) as made:
         expected = [made.submit(*each)[1] for each in asked]
         made.run()
-    with late_engine(device, num_slots=7) as (made, queue):
+    with late_engine(device, num_slots=7) as made:
         found = [made.submit(*each)[1] for each in asked]
         made.run()
     for mine, theirs in zip(found, expected, strict=True):
         assert (mine.token_ids, mine.finish, mine.text) == (theirs.token_ids, theirs.finish, theirs.text)
-    assert queue.most_waiting != 1, "steps are pipelined"
 
 
 def _stopped(token_ids: list[int], params: SamplingParams) -> list[int]:

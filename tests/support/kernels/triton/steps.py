@@ -3,8 +3,10 @@
 L layers, P pages, S tokens per page, G KV heads, H head dim, C pages per sequence.
 """
 
+import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,6 +30,9 @@ from tests.support.models.tiny_models import random_decoder
 PAGE_TOKENS, NUM_STEPS, SIZES = 8, 10, (2, 4)
 STEPS = ((1,), (1, 1, 1), (3, 1), (4, 9, 2), (20, 1, 1), (20, 17, 5), (22, 1, 1, 1), (60, 1), (16, 1), (17,))
 """Numbers of new tokens of the sequences of steps."""
+MOST_DRAWN = 4 * 9
+"""Number of tokens that all sequences can have with drafts. No captured step has as many."""
+_GREEDY_DRAW = RowDraw(key=0, top_k=2**62, floor=-math.inf, top_p=1.0, temperature=0.0)
 LENGTHS = (13, 1, 30)
 """Numbers of tokens of the sequences at the start. The last step starts new pages."""
 PARAMS = (
@@ -107,6 +112,11 @@ def check_shapes(device: Device | None = None, *, captures: bool = False) -> Non
         hidden_RD = cpu.forward(token_ids, [BufferSpan(*each) for each in zip(buffers, new, strict=True)])[results]
         if results:
             torch.testing.assert_close(found_RV, cpu.logits(hidden_RD), atol=1e-4, rtol=1e-4)
+        draws = [_GREEDY_DRAW] * min(len(token_ids), MOST_DRAWN)
+        drawn = replace(step, results=range(len(draws)), draws=draws)
+        hidden_TD = cpu.forward(token_ids, [BufferSpan(*each) for each in zip(buffers, new, strict=True)])
+        expected_R = cpu.logits(hidden_TD[: len(draws)]).argmax(-1)
+        assert graphs.launch(drawn, spans).result() == expected_R.tolist()
         for row, buffer in zip(pages, buffers, strict=True):
             for layer in range(2):
                 for part, kv_T2GH in row.spans(layer, buffer.tokens):

@@ -16,7 +16,7 @@ from baton.modeling.prefix_store.store import Leading, PrefixStore
 from baton.transport.kv_sink import ReserveSpec
 from baton.types import Lease, RequestId, TokenRange
 from generate_workers.prefixes.loading import PrefixLoader
-from generate_workers.residency.paged import PagedResidency
+from generate_workers.residency.paged import PagedResidency, PagedRow
 from generate_workers.slots.table import SlotTable
 from tests.support.engines.generation import WAIT_S
 from tests.support.engines.prefixes import blocks_in, keep, mapped, store_in
@@ -267,7 +267,7 @@ async def test_blocks_that_cannot_be_copied_end_their_lease(
     stock(store)
     loader = PrefixLoader(slots, store)
     for row in slots.memory.residency._rows:  # type: ignore[attr-defined]
-        monkeypatch.setattr(row, "write", fail)
+        monkeypatch.setattr(row, "write_all" if isinstance(row, PagedRow) else "write", fail)
     lease = await loader.reserve(SPEC)
     await loader.close()
     with pytest.raises(StaleStampError):
