@@ -87,9 +87,11 @@ class StepTable(NamedTuple):
     firsts_B: Tensor
 
     def write(self, arrays: TableArrays) -> None:
-        """Write the sequences in `arrays`. The entries after them describe sequences without new tokens."""
+        """Write the sequences in `arrays`. The entries after them describe sequences without new tokens. A kernel may
+        still load their first page, so it must exist."""
         num_rows, num_pages = arrays.table_BC.shape
         self.table_BC.numpy()[:num_rows, :num_pages] = arrays.table_BC
+        self.table_BC.numpy()[num_rows:, 0] = 0
         for to_B, new_B, padding in (
             (self.lengths_B, arrays.lengths_B, 0),
             (self.starts_E, arrays.starts_E, arrays.starts_E[-1]),

@@ -108,6 +108,8 @@ def check_shapes(device: Device | None = None, *, captures: bool = False) -> Non
         positions = [at for tokens in new for at in range(tokens.start, tokens.end)]
         step = StepTokens(token_ids, [-1] * len(token_ids), positions, results, None)
         spans = [PageSpan(row, tokens) for row, tokens in zip(pages, new, strict=True)]
+        for home in graphs._homes:
+            home.fill_(0x77)  # what an earlier step of another shape wrote must not be read
         found_RV = graphs.logits(step, spans).cpu()
         hidden_RD = cpu.forward(token_ids, [BufferSpan(*each) for each in zip(buffers, new, strict=True)])[results]
         if results:
