@@ -192,7 +192,7 @@ class _Walk:
                 self._ask()
             self.made.engine.step()
             self.open = [each for each in self.open if not each[1].ended.is_set()]
-            if self.open and self.rng.random() < 0.03:
+            if self.open and self.rng.random() < 0.08:
                 self.num_cancelled += 1
                 self.made.engine.cancel(self.rng.choice(self.open)[0])
 
@@ -202,12 +202,12 @@ class _Walk:
         base = rng.choice((GREEDY, DRAWN, FILTERED, penalised, dataclasses.replace(GREEDY, logprobs=1)))
         params = dataclasses.replace(
             base,
-            max_tokens=rng.randint(1, 40),
+            max_tokens=rng.randint(1, 20),
             seed=rng.randrange(1000),
             stop_token_ids=tuple(rng.sample(range(95), 4)) if rng.random() < 0.6 else (),
             n=rng.choice((1, 1, 1, 2)),
         )
-        ids = prompt(rng.randint(1, 140), rng.randrange(5))
+        ids = prompt(rng.randint(1, 80), rng.randrange(5))
         ref = None
         if rng.random() < 0.4:
             with contextlib.suppress(ResourceExhaustedError):
