@@ -50,7 +50,7 @@ PARAMS = (
     GREEDY,
 )
 """Sampling parameters of an engine's sequences: all kinds of draws, on the device and after changes by the host."""
-LENGTHS = (70, 250, 1, 17, 120, 33)
+LENGTHS = (70, 130, 1, 17, 33)
 
 
 def decoder_for(max_tokens: int, window: int | None = None, num_layers: int = 2) -> Decoder:

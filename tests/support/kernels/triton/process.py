@@ -21,7 +21,7 @@ raises its error."""
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Device of the kernels: compiled on a GPU, or interpreted on the CPU."""
-_TIMEOUT_S = 100.0
+_TIMEOUT_S = 300.0
 
 
 @contextmanager
