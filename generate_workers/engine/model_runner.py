@@ -60,8 +60,8 @@ class _Gathered:
 
     token_ids: list[int]
     """New tokens of all sequences, concatenated. 0 for a token that the host has not read."""
-    unread: list[Row | None]
-    """For each new token, its sequence if the host has not read it; else None."""
+    unread: dict[int, Row]
+    """Sequences whose last new token the host has not read, by the index of this token."""
     spans: list[tuple[SlotId, TokenRange]]
     starts: list[int]
     """Index of each sequence's first new token."""
@@ -73,14 +73,15 @@ class _Gathered:
     @classmethod
     def of(cls, plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts) -> "_Gathered":
         """Return the tokens of the plan's spans, each followed by the drafts of its sequence."""
-        made = cls([], [], [], [], [], [])
+        made = cls([], {}, [], [], [], [])
         for part in plan.spans:
             row, draft = rows[part.slot], drafts.get(part.slot, NO_DRAFT)
             made.starts.append(len(made.token_ids))
             known = row.token_ids[part.tokens.start : part.tokens.end]
-            num_unread = len(part.tokens) - len(known)
-            made.token_ids.extend([*known, *[0] * num_unread, *draft.token_ids])
-            made.unread.extend([*[None] * len(known), *[row] * num_unread, *[None] * len(draft)])
+            if len(known) < len(part.tokens):
+                made.unread[len(made.token_ids) + len(known)] = row
+                known.append(0)
+            made.token_ids.extend([*known, *draft.token_ids])
             made.spans.append((part.slot, TokenRange(part.tokens.start, part.tokens.end + len(draft))))
             if part.samples:
                 made.sampling.extend((each, draft, len(made.results)) for each in (row, *row.followers))
@@ -90,7 +91,9 @@ class _Gathered:
     def step(self, draws: Sequence[RowDraw] | None, places: Mapping[Row, int]) -> StepTokens:
         """Return the step for the device. `draws`: parameters for drawing a token from each result, or None. `places`:
         index of each sequence among the tokens that the step before draws."""
-        sources = [-1 if row is None else places[row] for row in self.unread]
+        sources = [-1] * len(self.token_ids)
+        for index, row in self.unread.items():
+            sources[index] = places[row]
         positions = [position for _, tokens in self.spans for position in range(tokens.start, tokens.end)]
         return StepTokens(self.token_ids, sources, positions, self.results, draws)
 

@@ -81,24 +81,25 @@ def test_jobs_with_choices_and_with_a_cached_prefix_are_computed_together() -> N
     assert decoder.lengths == [5, 24 + 40 + 12, 40]
 
 
-def test_a_cpu_computes_each_job_alone() -> None:
-    decoder = CountingDecoder(None)
+def compute_all(decoder: CountingDecoder) -> None:
+    """Submit a job of each length, before the first begins, and check their results."""
     with ChainGroup(decoder, 1) as group:
         with waiting(group):
             runs = [run_chain(group, seed, num_tokens=length) for seed, length in enumerate(LENGTHS)]
         for run in runs:
             assert_right(group, run, CPU)
+
+
+def test_a_cpu_computes_each_job_alone() -> None:
+    decoder = CountingDecoder(None)
+    compute_all(decoder)
     assert decoder.lengths == [5, *LENGTHS]
 
 
 def test_long_jobs_and_jobs_of_several_ranks_are_computed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_batch, "MOST_JOB_TOKENS", 30)
     decoder = CountingDecoder(PoisonedDevice())
-    with ChainGroup(decoder, 1) as group:
-        with waiting(group):
-            runs = [run_chain(group, seed, num_tokens=length) for seed, length in enumerate(LENGTHS)]
-        for run in runs:
-            assert_right(group, run, CPU)
+    compute_all(decoder)
     assert sorted(decoder.lengths) == [5, 38, 60]
     decoder.lengths.clear()
     with ChainGroup(decoder, 2) as group:
@@ -110,11 +111,7 @@ def test_long_jobs_and_jobs_of_several_ranks_are_computed_alone(monkeypatch: pyt
 def test_the_tokens_of_a_turn_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_batch, "MOST_BATCH_TOKENS", 68)
     decoder = CountingDecoder(PoisonedDevice())
-    with ChainGroup(decoder, 1) as group:
-        with waiting(group):
-            runs = [run_chain(group, seed, num_tokens=length) for seed, length in enumerate(LENGTHS)]
-        for run in runs:
-            assert_right(group, run, CPU)
+    compute_all(decoder)
     assert sorted(decoder.lengths) == [5, 30, 68]
 
 
