@@ -224,9 +224,9 @@ class GenerationServer:
         server = make_server(check=secret.check)
         port = bind(server, place.host)
         slots = SlotTable(memory, clock, endpoint=join_address(place.host, port))
-        speculation = make_speculation(model, slots, config)  # may raise, so it runs before the store is opened
         await asyncio.to_thread(compile_steps, decoder, memory.residency, config)
         device_steps = await asyncio.to_thread(make_device_steps, decoder, memory.residency, config, clock)
+        speculation = make_speculation(model, slots, config, device_steps=device_steps)  # may raise: before the store
         prefixes = None if prefix_place is None else GroupPrefixes(prefix_place, slots, secret)
         reclaim = prefixes.saver.give_up if prefixes is not None else None
         running = RunningRows(slots, ChunkedPrefillPolicy.of(config, model), speculation, reclaim)

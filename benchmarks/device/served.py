@@ -127,9 +127,9 @@ class Timed:
 class TimedSteps(Timed):
     """Timed wrapper of StepGraphs. The time in which the engine waits for tokens counts, too."""
 
-    def launch(self, rows: Any) -> Any:
+    def launch(self, *step: Any) -> Any:
         """Launch a step, and return its tokens."""
-        tokens = self.timed(self._inner.launch)(rows)
+        tokens = self.timed(self._inner.launch)(*step)
         vars(tokens)["result"] = self.timed(tokens.result)
         return tokens
 
@@ -170,9 +170,10 @@ def running_engine(decoder: Decoder, config: EngineConfig) -> Iterator[LoggedEng
     slots = SlotTable(memory, clock, endpoint="none:0")
     model = ServedModel(decoder, tokenizer)
     scheduling_policy = ChunkedPrefillPolicy.of(config, model)
-    running = RunningRows(slots, scheduling_policy, make_speculation(model, slots, config))
     compile_steps(decoder, memory.residency, config)
     device_steps = make_device_steps(decoder, memory.residency, config, clock)
+    drafting = make_speculation(model, slots, config, device_steps=device_steps)
+    running = RunningRows(slots, scheduling_policy, drafting)
     engine = LoggedEngine(model, running, config, device_steps=device_steps)
     engine.start()
     try:

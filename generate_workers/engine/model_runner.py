@@ -7,7 +7,7 @@ on the engine's thread.
 Shape suffixes: X tokens whose hidden states are computed to the end, D hidden size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,6 @@ from baton.modeling.forward.sampling import score
 from baton.modeling.forward.step_graphs import PendingTokens, StartedStep, StepGraphs
 from baton.modeling.forward.triton.step_inputs import StepTokens
 from baton.modeling.forward.weight_sizes import step_reads
-from baton.modeling.kv.pages import PageSpan
 from baton.types import SlotId, TokenRange
 from generate_workers.engine.rows import Row
 from generate_workers.engine.scheduling_policy import RowSpan, StepPlan
@@ -60,8 +59,8 @@ class _Gathered:
 
     token_ids: list[int]
     """New tokens of all sequences, concatenated. 0 for a token that the host has not read."""
-    unread: dict[int, Row]
-    """Sequences whose last new token the host has not read, by the index of this token."""
+    unread: dict[int, int]
+    """Places of the tokens that the host has not read (`StepTokens.sources`), by the index of the token."""
     spans: list[tuple[SlotId, TokenRange]]
     starts: list[int]
     """Index of each sequence's first new token."""
@@ -71,16 +70,22 @@ class _Gathered:
     """Indices of the tokens whose logits are needed."""
 
     @classmethod
-    def of(cls, plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts) -> "_Gathered":
-        """Return the tokens of the plan's spans, each followed by the drafts of its sequence."""
+    def of(
+        cls, plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts, unread: Mapping[Row, int] | None = None
+    ) -> "_Gathered":
+        """Return the tokens of the plan's spans, each followed by the drafts of its sequence. `unread`: place of the
+        last token of each sequence for which the host has not read this token (`StepTokens.sources`)."""
         made = cls([], {}, [], [], [], [])
         for part in plan.spans:
             row, draft = rows[part.slot], drafts.get(part.slot, NO_DRAFT)
             made.starts.append(len(made.token_ids))
             known = row.token_ids[part.tokens.start : part.tokens.end]
             if len(known) < len(part.tokens):
-                made.unread[len(made.token_ids) + len(known)] = row
+                assert unread is not None, "the host knows the tokens of a step that it runs"
+                made.unread[len(made.token_ids) + len(known)] = unread[row]
                 known.append(0)
+            for index, (step, place) in enumerate(draft.unread):
+                made.unread[len(made.token_ids) + len(known) + index] = step.first + place
             made.token_ids.extend([*known, *draft.token_ids])
             made.spans.append((part.slot, TokenRange(part.tokens.start, part.tokens.end + len(draft))))
             if part.samples:
@@ -88,12 +93,11 @@ class _Gathered:
                 made.results.extend(range(len(made.token_ids) - len(draft) - 1, len(made.token_ids)))
         return made
 
-    def step(self, draws: Sequence[RowDraw] | None, places: Mapping[Row, int]) -> StepTokens:
-        """Return the step for the device. `draws`: parameters for drawing a token from each result, or None. `places`:
-        index of each sequence among the tokens that the step before draws."""
+    def step(self, draws: Sequence[RowDraw] | None) -> StepTokens:
+        """Return the step for the device. `draws`: parameters for drawing a token from each result, or None."""
         sources = [-1] * len(self.token_ids)
-        for index, row in self.unread.items():
-            sources[index] = places[row]
+        for index, place in self.unread.items():
+            sources[index] = place
         positions = [position for _, tokens in self.spans for position in range(tokens.start, tokens.end)]
         return StepTokens(self.token_ids, sources, positions, self.results, draws)
 
@@ -158,17 +162,20 @@ class ModelRunner:
     def launch(self, plan: StepPlan, rows: Mapping[SlotId, Row], behind: LaunchedStep | None) -> LaunchedStep | None:
         """Launch a step entirely on the device, and do not wait for it. `behind`: the step before, if its tokens have
         not been read; else None. `rows` has the sequences by slot. Return None, and run nothing, if the plan is empty,
-        has drafts, scores a prompt, reports logprobs, or samples for several choices."""
+        has drafts, scores a prompt, or samples for several choices."""
         if self._device_steps is None or not plan:
             return None
         if not all(_runs_ahead(rows[span.slot], span) for span in plan.spans):
             return None
-        gathered = _Gathered.of(plan, rows, {})
+        unread = dict[Row, int]()
+        if behind is not None:
+            assert isinstance(behind.tokens, PendingTokens), "the step before has been drawn"
+            unread = {row: behind.tokens.first + place for row, place in behind.places.items()}
+        gathered = _Gathered.of(plan, rows, {}, unread)
         draws = _draws(gathered.sampling)
         with self._residency.step(gathered.spans) as step:
-            tokens = gathered.step(draws, {} if behind is None else behind.places)
             launch = self._device_steps.start if draws is None else self._device_steps.launch
-            launched = launch(tokens, _in_pages(step))
+            launched = launch(gathered.step(draws), step.spans)
         places = {row: place for row, _, place in gathered.sampling}
         return LaunchedStep(plan, places, launched, len(gathered.token_ids), step.num_bytes_read)
 
@@ -202,32 +209,37 @@ class ModelRunner:
         return step.tokens
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts, *, needs_logits: bool = True) -> Verified:
+    def run(
+        self,
+        plan: StepPlan,
+        rows: Mapping[SlotId, Row],
+        drafts: Drafts,
+        read: Callable[[], None],
+        *,
+        needs_logits: bool = True,
+    ) -> Verified:
         """Run one forward over the plan's spans, each followed by the drafts of its sequence. `rows` has the sequences
-        by slot. Return the logits of the sequences whose last known token was run, or, if `needs_logits` is False and
-        the device can draw them, their next tokens. Choices of the same request that get their first token share one
-        set of logits. The result lists these choices in the order: leader (first choice), then its followers. Raises
-        RowError."""
+        by slot. `read`: reads the drafts. It is called after the step is launched if the step finds the drafts on the
+        device, else before. Return the logits of the sequences whose last known token was run, or, if `needs_logits` is
+        False and the device can draw them, their next tokens. Choices of the same request that get their first token
+        share one set of logits. The result lists these choices in the order: leader (first choice), then its followers.
+        Raises RowError."""
         self._num_drafts = sum(map(len, drafts.values()))
+        scores = any(len(rows[part.slot].unscored(part.tokens)) for part in plan.spans)
+        on_device = None if scores else self._device_steps
+        if on_device is None:
+            read()
         gathered = _Gathered.of(plan, rows, drafts)
         self._num_tokens = len(gathered.token_ids)
-        scores = any(len(rows[part.slot].unscored(part.tokens)) for part in plan.spans)
         with self._residency.step(gathered.spans) as step:
-            if self._device_steps is not None and not scores:
-                verified = self._on_device(self._device_steps, gathered, step, draws=not needs_logits)
+            if on_device is not None:
+                found = None if needs_logits else _draws(gathered.sampling)
+                verified = _on_device(on_device, gathered, step, found, read)
             else:
                 verified = self._forward(plan, rows, gathered, step, scores=scores)
             _settle(plan, rows, drafts)
             self._num_kv_bytes = step.num_bytes_read
         return verified
-
-    def _on_device(self, steps: StepGraphs, gathered: _Gathered, step: StepKv, *, draws: bool) -> Verified:
-        """Run the forward by `steps`. `draws`: the device draws the tokens, if it can."""
-        found = _draws(gathered.sampling) if draws else None
-        tokens, spans = gathered.step(found, {}), _in_pages(step)
-        if found is None:
-            return Verified(steps.logits(tokens, spans), gathered.sampling)
-        return Verified(torch.empty(0), gathered.sampling, steps.launch(tokens, spans).result())
 
     def _forward(
         self, plan: StepPlan, rows: Mapping[SlotId, Row], gathered: _Gathered, step: StepKv, *, scores: bool
@@ -280,23 +292,31 @@ def _runs_ahead(row: Row, span: RowSpan) -> bool:
     """Return True if a sequence's part of a plan can be launched before the step before has been read."""
     if span.num_drafts or len(row.unscored(span.tokens)):
         return False
-    return not span.samples or not (row.followers or row.sampler.params.logprobs is not None)
+    return not (span.samples and row.followers)
+
+
+def _on_device(
+    steps: StepGraphs, gathered: _Gathered, step: StepKv, draws: Sequence[RowDraw] | None, read: Callable[[], None]
+) -> Verified:
+    """Run the forward by `steps`, and call `read` while it runs. `draws`: parameters for drawing a token from each
+    result on the device; None: the host draws."""
+    tokens = gathered.step(draws)
+    if draws is None:
+        logits_RV = steps.logits(tokens, step.spans)
+        read()
+        return Verified(logits_RV, gathered.sampling)
+    pending = steps.launch(tokens, step.spans)
+    read()
+    return Verified(torch.empty(0), gathered.sampling, pending.result())
 
 
 def _draws(sampling: Sequence[tuple[Row, Draft, int]]) -> list[RowDraw] | None:
-    """Return the parameters for drawing a token from each row of logits. None: the host must draw, or several sequences
-    sample from the same logits."""
+    """Return the parameters for drawing a token from each row of logits. None: the host must draw, several sequences
+    sample from the same logits, or logprobs are reported for the tokens after drafts."""
     found = list[RowDraw]()
     for row, draft, place in sampling:
-        if place != len(found):
+        if place != len(found) or (draft and row.sampler.params.logprobs is not None):
             return None
         draws = [row.sampler.row_draw(row.num_unread + index) for index in range(len(draft) + 1)]
         found += [draw for draw in draws if draw is not None]
     return found if len(found) == sum(len(draft) + 1 for _, draft, _ in sampling) else None
-
-
-def _in_pages(step: StepKv) -> list[PageSpan]:
-    """Return the spans of a step of residency `device`, whose KV is in pages."""
-    spans = [span for span in step.spans if isinstance(span, PageSpan)]
-    assert len(spans) == len(step.spans), "steps on the device read pages"
-    return spans

@@ -114,11 +114,11 @@ class StepPipeline:
         unread = self._unread[0]
         step = unread.step
         try:
-            token_ids = self._runner.draw(step).result()
+            tokens = self._runner.draw(step).result()
         finally:
             self._end_oldest()
         for row, place in step.places.items():
-            self._accept(row, step.failed.get(row) or SampledToken(token_ids[place]), None, False)
+            self._accept(row, step.failed.get(row) or tokens[place], None, False)
         now_s, since_s = self._clock.now_s(), max(unread.launched_s, self._read_s)
         self._read_s = now_s
         self._took(step.plan, self._runner.launched_stats(step, now_s - since_s))
@@ -138,7 +138,12 @@ class StepPipeline:
             self._computed.set(running.watched_in(plan))
             self._runner.begin()
             drafts = {} if speculation is None else speculation.draft(plan, running.rows)
-            verified = self._runner.run(plan, running.rows, drafts, needs_logits=self._is_maximal)
+
+            def read() -> None:
+                if speculation is not None:
+                    speculation.read(drafts)
+
+            verified = self._runner.run(plan, running.rows, drafts, read, needs_logits=self._is_maximal)
             running.ran(plan)
             for leader in leaders:
                 running.fork(leader)

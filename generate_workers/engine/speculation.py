@@ -75,7 +75,12 @@ class Speculation(Protocol):
 
     def draft(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> Drafts:
         """Return drafts for the plan's sequences, by slot. A sequence gets at most the planned number of drafts. Called
-        directly before the plan is run."""
+        directly before the plan is run. The device may still be computing the drafts."""
+        ...
+
+    def read(self, drafts: Drafts) -> None:
+        """Wait for drafts that the device is still computing. Must be called before they are verified on the host.
+        Later calls do nothing."""
         ...
 
     def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> StepPlan:

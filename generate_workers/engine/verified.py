@@ -18,6 +18,7 @@ from torch import Tensor
 
 from baton.modeling.forward.sampling import sample
 from baton.modeling.forward.speculative_sampling import verify_draft
+from baton.modeling.forward.step_graphs import PendingTokens
 from baton.types import DraftRound, SampledToken, SlotId
 from generate_workers.engine.rows import Row
 
@@ -27,18 +28,28 @@ class Draft:
     """Draft of one sequence: the tokens that are proposed to follow it."""
 
     token_ids: list[int]
+    """Proposed tokens. 0 for tokens that the host has not read."""
     drafted_V: list[Tensor] | None = None
     """Probability distribution from which each draft token was sampled, for the maximal rule. None: the draft source
     did not sample, so that each draft token counts as having probability 1."""
     source: str = ""
     """Name of the draft source that made the tokens. Empty if there are none."""
+    unread: list[tuple[PendingTokens, int]] = field(default_factory=list)
+    """For each token, the draft step that draws it on the device, and its index among the tokens of this step. Empty if
+    the host knows the tokens."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def first(self, num_tokens: int) -> "Draft":
         drafted_V = None if self.drafted_V is None else self.drafted_V[:num_tokens]
-        return Draft(self.token_ids[:num_tokens], drafted_V, self.source)
+        return Draft(self.token_ids[:num_tokens], drafted_V, self.source, self.unread[:num_tokens])
+
+    def read(self) -> None:
+        """Wait for the tokens, if the host has not read them."""
+        for index, (step, place) in enumerate(self.unread):
+            self.token_ids[index] = step.result()[place].token_id
+        self.unread.clear()
 
 
 NO_DRAFT = Draft([])
@@ -55,7 +66,7 @@ class Verified:
     rows: Sequence[tuple[Row, Draft, int]]
     """Tuples (sequence, draft of the sequence, index in `logits_RV` of the sequence's first row). A follower (further
     choice of a request) has the index of its leader, the first choice, because both sample from the same logits."""
-    drawn_R: Sequence[int] | None = None
+    drawn_R: Sequence[SampledToken] | None = None
     """Token that the step itself has drawn from each row of logits. In this case `logits_RV` is empty."""
     num_accepted: dict[SlotId, tuple[Row, int]] = field(default_factory=dict)
     """Pairs (sequence, number of its accepted drafts), by slot, for the sequences that had drafts. Complete when the
@@ -94,7 +105,7 @@ class Verified:
         """Sample each sequence's next token. Return, by sequence, the token and whether it equals the draft."""
         places = [first + index for *_, first in rows]
         if self.drawn_R is not None:
-            tokens = [SampledToken(self.drawn_R[place]) for place in places]
+            tokens = [self.drawn_R[place] for place in places]
         else:
             are_all = places == list(range(len(self.logits_RV)))
             logits_BV = self.logits_RV if are_all else self.logits_RV[places]  # a copy: sampling changes them

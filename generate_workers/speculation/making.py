@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from baton.errors import ConfigError
 from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.step_graphs import StepGraphs
 from baton.modeling.forward.weight_sizes import bytes_per_step
 from baton.planning.speculation import MOST_DRAFTS
 from generate_workers.config import EngineConfig
@@ -55,10 +56,11 @@ def make_speculation(
     *,
     name: str = "",
     choosing: Mapping[str, MakeChoosing] = CHOOSING,
+    device_steps: StepGraphs | None = None,
 ) -> Speculator | None:
     """Return the object that plans and makes the drafts for the sequences in `slots`; None if speculation is off.
     `name`: kind of speculation to use; empty: the configured one. `choosing`: factories of draft views that select
-    keys, keyed by kind of speculation.
+    keys, keyed by kind of speculation. `device_steps`: steps that run entirely on the device; None: no such steps.
 
     Raises ConfigError if the kind of speculation is not supported. Every kind requires a residency that attends to all
     KV. A kind whose drafts attend to few keys requires a model without sliding windows. A kind whose drafts select keys
@@ -81,7 +83,8 @@ def make_speculation(
         if isinstance(residency, HostResidency):
             view = DraftWindowView(residency)
         budgets = _budgets(config) if isinstance(view, StreamingView) else {config.draft_keys: _SELF_ACCEPTED}
-        proposer = SelfProposer(decoder, view, list(budgets), keeps=config.acceptance == "maximal")
+        keeps = config.acceptance == "maximal"
+        proposer = SelfProposer(decoder, view, list(budgets), keeps=keeps, device_steps=device_steps)
         acceptances = Acceptances(list(budgets.values()), num_rows)
         sources["streaming"] = DraftSource(proposer, acceptances, config.draft_keys)
     if name in choosing:

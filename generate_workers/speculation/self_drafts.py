@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 
 from baton.modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan
+from baton.modeling.forward.drawing import NO_LOGPROBS, RowDraw
 from baton.modeling.forward.selection import StepPicks
+from baton.modeling.forward.step_graphs import StepGraphs
+from baton.modeling.forward.triton.step_inputs import StepTokens
 from baton.planning.speculation import Ints
 from baton.types import TokenRange
 from generate_workers.engine.rows import Row
@@ -67,14 +70,24 @@ class SelfProposer:
     """Proposer (source of drafts) that runs the model itself over a subset of each sequence's KV. A draft step drafts
     one token for each sequence."""
 
-    def __init__(self, decoder: Decoder, view: DraftView, num_keys: Sequence[int], *, keeps: bool = False) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        view: DraftView,
+        num_keys: Sequence[int],
+        *,
+        keeps: bool = False,
+        device_steps: StepGraphs | None = None,
+    ) -> None:
         """`num_keys`: numbers of keys that draft steps may attend to. The first number is the configured one, which is
         also the view's default. More than one number is allowed only for a view whose `begin` uses the argument
-        `num_keys`. `keeps`: True if the distributions from which drafts were sampled must be kept."""
+        `num_keys`. `keeps`: True if the distributions from which drafts were sampled must be kept. `device_steps` runs
+        draft steps entirely on the device, without the host; None: the decoder runs all draft steps."""
         self._decoder = decoder
         self._view = view
         self._num_keys_K = np.array(num_keys, np.int64)
         self._keeps = keeps
+        self._device_steps = None if keeps else device_steps
 
     def offers(self, rows: Sequence[Row], num_known_B: Ints, most_drafts_B: Ints) -> DraftOffers:
         """Return one option for each number of keys that draft steps may attend to. A sequence does not have an option
@@ -96,11 +109,39 @@ class SelfProposer:
         draft token is the token that the sequence's sampler selects from the logits of the draft step."""
         rows = [request.row for request in draft_requests]
         self._view.begin(rows, [request.num_keys for request in draft_requests])
+        if self._device_steps is not None and (draws := _draws(draft_requests)) is not None:
+            return self._launch(self._device_steps, draft_requests, draws)
         return draft_by_steps(draft_requests, self._run, keeps=self._keeps)
 
     def forget(self, row: Row) -> None:
         """Drop the draft view's state of the sequence."""
         self._view.forget(row)
+
+    def _launch(
+        self, steps: StepGraphs, requests: Sequence[DraftRequest], draws: Sequence[Sequence[RowDraw]]
+    ) -> list[Draft]:
+        """Launch all draft steps on the device, each with the tokens that the step before draws, and do not wait for
+        them. `draws`: parameters for drawing the tokens of each draft."""
+        drafts, sources = [Draft([]) for _ in requests], [-1] * len(requests)
+        for index in range(max(request.num_drafts for request in requests)):
+            going = [number for number, request in enumerate(requests) if request.num_drafts > index]
+            rows = [requests[number].row for number in going]
+            ends = [row.num_known + index for row in rows]
+            tokens = StepTokens(
+                token_ids=[row.token_ids[-1] for row in rows],
+                sources=[sources[number] for number in going],
+                positions=[end - 1 for end in ends],
+                results=range(len(rows)),
+                draws=[draws[number][index] for number in going],
+            )
+            spans = [(row.slot, TokenRange(end - 1, end)) for row, end in zip(rows, ends, strict=True)]
+            with self._view.step(spans) as step:
+                launched = steps.launch(tokens, step.spans)
+            for place, number in enumerate(going):
+                sources[number] = launched.first + place
+                drafts[number].token_ids.append(0)
+                drafts[number].unread.append((launched, place))
+        return drafts
 
     def _run(self, going: Going, index: int) -> Tensor:
         """Run each sequence's last token over the keys of the view. Return the logits, `[R, V]`."""
@@ -110,3 +151,15 @@ class SelfProposer:
         with self._view.step(spans) as step:
             hidden_TD = self._decoder.forward(last_ids, step.spans, step.turns, picks=step.picks)
         return self._decoder.logits(hidden_TD)
+
+
+def _draws(draft_requests: Sequence[DraftRequest]) -> list[list[RowDraw]] | None:
+    """Return the parameters for drawing the tokens of each draft on the device. None: the host must draw some of
+    them."""
+    found = list[list[RowDraw]]()
+    for request in draft_requests:
+        draws = [request.row.sampler.row_draw(index) for index in range(request.num_drafts)]
+        found.append([draw._replace(num_top=NO_LOGPROBS) for draw in draws if draw is not None])
+        if len(found[-1]) < len(draws):
+            return None
+    return found

@@ -108,7 +108,7 @@ class Speculator:
         """Work of the next step without drafts."""
         self._expected = 0.0, 0.0
         """Predicted number of tokens, and predicted seconds, of the next round."""
-        self._draft_s = self._verifying_since_s = 0.0
+        self._draft_s = self._drafting_since_s = self._verifying_since_s = 0.0
         self._drafting, self._verifying = NO_WORK, NO_WORK
         """Work of the latest round: that of its draft steps, and that of the step that verified the drafts."""
         self._round: Round | None = None
@@ -164,7 +164,7 @@ class Speculator:
                 draft_requests.setdefault(chosen.source, []).append(request)
         for name, mine in draft_requests.items():
             self._sources[name].proposer.prepare([request.row for request in mine])
-        started_s = self._clock.now_s()
+        self._drafting_since_s = self._clock.now_s()
         found: dict[SlotId, Draft] = {}
         for name, mine in draft_requests.items():
             drafts = self._sources[name].proposer.draft(mine)
@@ -172,12 +172,18 @@ class Speculator:
                 # cut before the first token that a mask forbids
                 if num := request.row.sampler.foresee(draft.token_ids):
                     found[request.row.slot] = replace(draft.first(num), source=name)
-        self._verifying_since_s = self._clock.now_s()
-        self._draft_s = self._verifying_since_s - started_s
         self._drafting, self._verifying = self._works({slot: len(draft) for slot, draft in found.items()})
-        if self._drafting.num_steps:
-            self._draft_cost.observe(self._drafting, 0.0, self._draft_s, StepKind.DRAFT)
+        if not any(draft.unread for draft in found.values()):
+            self._drafted()
         return found
+
+    def read(self, drafts: Drafts) -> None:
+        """Wait for drafts that the device is still computing, and record how long they took."""
+        unread = [draft for draft in drafts.values() if draft.unread]
+        for draft in unread:
+            draft.read()
+        if unread:
+            self._drafted()
 
     def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> StepPlan:
         """Record the results of a round (the draft steps and the step that verifies the drafts). Return the plan with
@@ -201,6 +207,13 @@ class Speculator:
             return plan
         made = replace(plan.decoding, drafts=self._verifying - self._plain, draft_s=self._draft_s)
         return replace(plan, decoding=made)
+
+    def _drafted(self) -> None:
+        """Record that the drafts of the round are made."""
+        self._verifying_since_s = self._clock.now_s()
+        self._draft_s = self._verifying_since_s - self._drafting_since_s
+        if self._drafting.num_steps:
+            self._draft_cost.observe(self._drafting, 0.0, self._draft_s, StepKind.DRAFT)
 
     def forget(self, row: Row) -> None:
         """Drop all state of a sequence in all sources."""

@@ -103,6 +103,11 @@ def test_steps_of_all_shapes_have_the_logits_of_the_cpu(captures: bool) -> None:
     steps.check_shapes(CudaDevice(), captures=captures)
 
 
+@pytest.mark.parametrize("captures", [False, True], ids=["launched", "captured"])
+def test_pages_whose_keys_are_left_out_are_not_read(captures: bool) -> None:
+    steps.check_left_out_pages(CudaDevice(), captures=captures)
+
+
 @pytest.mark.parametrize(
     ("vocab_size", "num_rows"), [(64, 40_000), (700, 40_000), (4096, 20_000), (50_257, 200), (128_256, 200)]
 )

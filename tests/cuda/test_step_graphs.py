@@ -68,11 +68,26 @@ def test_logits_are_changed_late(check: Check) -> None:
     check(late_steps.check_grammars)
 
 
+def test_logprobs_are_read_late(check: Check) -> None:
+    check(late_steps.check_logprobs)
+
+
+def test_a_round_of_drafts_is_launched_before_it_is_read(check: Check) -> None:
+    check(late_steps.check_drafts)
+
+
+def test_drafts_are_read_before_the_host_needs_them(check: Check) -> None:
+    check(late_steps.check_drafts_of_others)
+
+
+@pytest.mark.parametrize("speculation", ["off", pytest.param("streaming", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("seed", "num_requests"), [(1, 6), *(pytest.param(seed, 12, marks=pytest.mark.nightly) for seed in range(2, 10))]
 )
-def test_pipelined_steps_get_the_tokens_of_serial_ones(check: Check, seed: int, num_requests: int) -> None:
-    check(late_steps.check_walk, seed=seed, num_requests=num_requests)
+def test_pipelined_steps_get_the_tokens_of_serial_ones(
+    check: Check, seed: int, num_requests: int, speculation: str
+) -> None:
+    check(late_steps.check_walk, seed=seed, num_requests=num_requests, speculation=speculation)
 
 
 @pytest.mark.skipif(os.environ["BATON_TEST_DEVICE"] == "cuda", reason="takes no kernel")

@@ -33,6 +33,8 @@ from baton.sampling_params import SamplingParams
 
 NO_TOKEN = -1
 """Token id that stands for an invalid result: the row of logits contains NaN or plus infinity."""
+NO_LOGPROBS = -1
+"""Value of `RowDraw.num_top` for a sequence without logprobs."""
 _GREEDY_BELOW = 1e-5
 _ALL = 2**62
 """Value of top_k that keeps all tokens."""
@@ -65,14 +67,18 @@ class RowDraw(NamedTuple):
     top_p: float
     temperature: float
     """Divisor of the logits. 0: greedy."""
+    num_top: int = NO_LOGPROBS
+    """Number of most likely tokens whose logprobs are reported in addition to that of the drawn token. NO_LOGPROBS: no
+    logprobs are reported. It does not affect the drawn token, and is not part of `Draws`."""
 
     @classmethod
     def of(cls, params: SamplingParams, position: int) -> "RowDraw":
         """Return the parameters for drawing the token at an output position, counted from 0."""
+        num_top = NO_LOGPROBS if params.logprobs is None else params.logprobs
         if is_greedy(params):
-            return _GREEDY
+            return _GREEDY._replace(num_top=num_top)
         key = _signed(noise_key(params.seed, position))
-        return cls(key, params.top_k or _ALL, _floor(params), params.top_p, params.temperature)
+        return cls(key, params.top_k or _ALL, _floor(params), params.top_p, params.temperature, num_top)
 
     def kind(self, vocab_size: int) -> DrawKind:
         """Return the kind of drawing that these parameters need for logits of `vocab_size` tokens."""
@@ -86,8 +92,8 @@ _GREEDY = RowDraw(key=0, top_k=_ALL, floor=-math.inf, top_p=1.0, temperature=0.0
 
 
 class Draws(NamedTuple):
-    """Drawing parameters of a batch of sequences: the fields of RowDraw as tensors on the logits' device. Integers are
-    int64, temperatures float32, other numbers float64."""
+    """Drawing parameters of a batch of sequences: the first fields of RowDraw as tensors on the logits' device.
+    Integers are int64, temperatures float32, other numbers float64."""
 
     key_B: Tensor
     top_k_B: Tensor
@@ -99,7 +105,7 @@ class Draws(NamedTuple):
     def of(cls, rows: Sequence[RowDraw], device: torch.device) -> Self:
         """Copy the drawing parameters of several sequences to tensors on a device."""
         dtypes = (torch.int64, torch.int64, torch.float64, torch.float64, torch.float32)
-        columns = zip(zip(*rows, strict=True), dtypes, strict=True)
+        columns = zip(zip(*rows, strict=True), dtypes, strict=False)
         return cls(*(to_device(torch.tensor(column, dtype=dtype), device) for column, dtype in columns))
 
     def first(self, num_rows: int) -> Self:
@@ -236,10 +242,10 @@ def _reaches(mass_C: Tensor, top_p: float, total: Tensor) -> Tensor:
 
 def largest_ids(values_V: Tensor, count: int) -> Tensor:
     """Return the indices of the `count` largest values, in descending order of the values. For equal values, lower
-    indices come first."""
+    indices come first. Does not wait for a GPU."""
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=values_V.device)
-    if 8 * count >= values_V.shape[0]:
+    if 8 * count >= values_V.shape[0] or values_V.is_cuda:
         return values_V.sort(descending=True, stable=True).indices[:count]
     smallest = values_V.topk(count).values[-1]
     ids = (values_V >= smallest).nonzero().flatten()

@@ -167,13 +167,11 @@ class SamplerState:
     def row_draw(self, num_unread: int = 0) -> RowDraw | None:
         """Return the parameters with which a device can draw a token from unadjusted logits: the next one, or the one
         after `num_unread` tokens that were not appended yet. None: the device cannot, since the host must adjust the
-        logits before the draw, or report logprobs after it."""
+        logits before the draw."""
         position = self.position + num_unread
         forbids = position < self.params.min_tokens and self._stop_ids
         is_adjusted = self._seen is not None or self._masks is not None or self.params.logit_bias or forbids
-        if is_adjusted or self.params.logprobs is not None:
-            return None
-        return RowDraw.of(self.params, position)
+        return None if is_adjusted else RowDraw.of(self.params, position)
 
     def adjust(self, logits_V: Tensor) -> None:
         """Apply steps 1 to 3 of the module's docstring in place: penalties, logit bias and forbidden tokens. Ids in
@@ -311,10 +309,21 @@ def probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
 def _report(logits_V: Tensor, token_id: int, num_top: int | None) -> SampledToken:
     if num_top is None or token_id == NO_TOKEN:
         return SampledToken(token_id)
+    chosen = to_device(torch.tensor([token_id]), logits_V.device)
+    return token_of(token_id, log_probabilities(logits_V, chosen, num_top))
+
+
+def log_probabilities(logits_V: Tensor, token_id: Tensor, num_top: int) -> Tensor:
+    """Return the id and the logprob of a token, and those of the `num_top` most likely tokens, `[2, 1 + num_top]`,
+    float64. `token_id`: the token, `[1]`, int64, on the device of the logits. Does not wait for a GPU."""
     total = logits_V.double().logsumexp(0)
-    top_ids = largest_ids(logits_V, min(num_top, len(logits_V)))
-    ids = torch.cat((top_ids.new_tensor([token_id]), top_ids))
-    chosen, *top = (logits_V[ids].double() - total).tolist()
+    ids_C = torch.cat((token_id, largest_ids(logits_V, min(num_top, len(logits_V)))))
+    return torch.stack((ids_C.double(), logits_V[ids_C].double() - total))
+
+
+def token_of(token_id: int, reported_2C: Tensor) -> SampledToken:
+    """Return a sampled token with the logprobs that `log_probabilities` returned, in host memory."""
+    (_, *top_ids), (chosen, *top) = reported_2C.tolist()
     chosen = 0.0 if math.isnan(chosen) else chosen  # every token is forbidden: this one had probability 1
     possible = sum(map(math.isfinite, top))  # forbidden tokens are left out of the most likely ones
-    return SampledToken(token_id, chosen, tuple(map(TokenLogprob, top_ids[:possible].tolist(), top)))
+    return SampledToken(token_id, chosen, tuple(map(TokenLogprob, map(int, top_ids[:possible]), top)))

@@ -22,29 +22,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton.limits import MAX_DRAFTS, MAX_LOGPROBS
 from baton.modeling.device.sending import to_device
-from baton.modeling.forward.decoder import Decoder
-from baton.modeling.forward.drawing import Draws, RowDraw, choose_tokens
+from baton.modeling.forward.decoder import Decoder, SequenceSpan
+from baton.modeling.forward.drawing import NO_LOGPROBS, NO_TOKEN, Draws, RowDraw, choose_tokens
+from baton.modeling.forward.sampling import log_probabilities, token_of
 from baton.modeling.forward.triton.step_inputs import StepInputs, StepShape, StepTokens, input_bytes
 from baton.modeling.forward.triton.triton_rows import arrays_of
 from baton.modeling.kernels.triton.append import append_kv
 from baton.modeling.kernels.triton.decode import SeenKeys, decode_attention
 from baton.modeling.kernels.triton.spans import span_attention, tiles_for
 from baton.modeling.kernels.triton.tiles import LEAST_SPLIT_KEYS, MOST_QUERIES, power_of_two
-from baton.modeling.kv.pages import PageSpan
+from baton.types import SampledToken
 
 _WARM_UPS = 2
 """Number of warm-up steps before a capture. In these steps kernels are compiled and libraries allocate memory, which is
 not allowed during a capture."""
-_IN_FLIGHT = 2
-"""Maximum number of launched steps whose tokens the host has not read."""
+_IN_FLIGHT = 1 + MAX_DRAFTS
+"""Maximum number of launched steps whose tokens the host has not read: draft steps, and the step that verifies their
+drafts."""
 _LOGIT_BYTES = 12
 """Estimated number of device bytes per logit in a step with filters: 6 bytes for the logits in bf16 and fp32. The
 sampler's histograms have 98 kB for each row, which is at most 6 bytes for each of 16,384 tokens or more."""
 _VERIFIED_TOKENS = (2, 4, 9)
 """Numbers of new tokens per sequence of captured steps that verify drafts: 1, 3 and 8 drafts, and the token before
 them."""
-_MOST_VERIFIED = 64
+_MOST_VERIFIED = 256
 """Maximum number of new tokens of captured steps that verify drafts, unless there are more slots. The logits of all of
 these tokens take memory."""
 _MIXED_TOKENS = (64, 128, 256, 512, 1024)
@@ -99,17 +102,22 @@ def step_bytes(decoder: Decoder, shapes: Sequence[StepShape], row_pages: int, pa
 class PendingTokens:
     """Tokens that a launched step draws."""
 
-    def __init__(self, token_ids_R: Tensor, wait: Callable[[], None]) -> None:
-        """`token_ids_R`: host memory to which the step copies its tokens, int64. `wait`: waits until it is done."""
-        self._token_ids_R = token_ids_R
-        self._wait = wait
+    def __init__(self, first: int, results: "_Results", tops: Sequence[int], wait: Callable[[], None]) -> None:
+        """`results`: host memory to which the step copies its results. `tops`: `RowDraw.num_top` of each result.
+        `wait`: waits until it is done."""
+        self.first = first
+        """Place of the first of these tokens among the tokens that steps draw (`StepTokens.sources`). The others follow
+        it."""
+        self._results, self._tops, self._wait = results, tops, wait
+        self._found: list[SampledToken] | None = None
 
-    def result(self) -> list[int]:
-        """Wait for the step, and return the token that follows each of its results. Must be called before the second
-        step after this one is launched, because that step uses the same memory."""
-        self._wait()
-        token_ids: list[int] = self._token_ids_R.tolist()
-        return token_ids
+    def result(self) -> list[SampledToken]:
+        """Wait for the step, and return the token that follows each of its results. Must be called before the ninth
+        step after this one is launched, because that step uses the same memory. Later calls return the same list."""
+        if self._found is None:
+            self._wait()
+            self._found = self._results.tokens(self._tops)
+        return self._found
 
 
 @dataclass(frozen=True)
@@ -156,9 +164,10 @@ class StepGraphs:
         sizes = max(shape.num_results for shape in shapes), decoder.config.vocab_size
         self._logits_RV = torch.zeros(sizes, device=device)
         """Logits of the latest step that fitted into a shape, fp32. All graphs write to it."""
-        self._results = [_host(most_results, torch.int64, device) for _ in range(_IN_FLIGHT)]
-        self._chosen_R = torch.zeros(most_results, dtype=torch.int64, device=device)
-        """Tokens that the latest step draws."""
+        most_rows = max(shape.num_rows for shape in shapes)
+        self._results = [_Results.of(most_results, most_rows, device) for _ in range(_IN_FLIGHT)]
+        self._chosen_FR = torch.zeros(_IN_FLIGHT, most_results, dtype=torch.int64, device=device)
+        """Tokens that the latest steps draw. Steps use the rows in rotation."""
         self._num_launched = 0
         self.shapes = sorted(shapes, key=lambda shape: shape.num_tokens)
         """Shapes for which steps exist, those with the fewest tokens first."""
@@ -178,18 +187,19 @@ class StepGraphs:
             self._forwards[shape] = run
 
     @torch.inference_mode()
-    def launch(self, tokens: StepTokens, spans: Sequence[PageSpan]) -> PendingTokens:
+    def launch(self, tokens: StepTokens, spans: Sequence[SequenceSpan]) -> PendingTokens:
         """Launch one step that draws its tokens, and return them. They may not be drawn yet. `spans`: for each
-        sequence, its new tokens in the order of `tokens`, and its pages. The step writes the KV of the new tokens. Only
-        the step before may still be unread. On a CPU, the step has ended when the method returns."""
+        sequence, its new tokens in the order of `tokens`, and its pages. The step writes the KV of the new tokens. It
+        also attends to keys that a span leaves out, if they share a page with others. At most eight earlier steps may
+        still be unread. On a CPU, the step has ended when the method returns."""
         assert tokens.draws is not None
         turn, forward = self._num_launched % _IN_FLIGHT, self._prepared(tokens, spans)
         return self._drawn(turn, tokens.draws, forward)
 
     @torch.inference_mode()
-    def start(self, tokens: StepTokens, spans: Sequence[PageSpan]) -> "StartedStep":
+    def start(self, tokens: StepTokens, spans: Sequence[SequenceSpan]) -> "StartedStep":
         """Launch the forward pass of one step, whose tokens are drawn later. `spans`: as in `launch`. Only the step
-        before may still be unread."""
+        before may still be unread, because the logits of all steps are in the same memory."""
         turn, forward = self._num_launched % _IN_FLIGHT, self._prepared(tokens, spans)
         found = list[Tensor]()
 
@@ -209,9 +219,9 @@ class StepGraphs:
         return StartedStep(draw)
 
     @torch.inference_mode()
-    def logits(self, tokens: StepTokens, spans: Sequence[PageSpan]) -> Tensor:
+    def logits(self, tokens: StepTokens, spans: Sequence[SequenceSpan]) -> Tensor:
         """Launch one step, and return the logits of its results, `[R, V]`, fp32. They are valid until the next step is
-        launched. `spans`: as in `launch`. All earlier steps must have been read."""
+        launched. `spans`: as in `launch`. Only draft steps may still be unread."""
         logits_RV, _ = self._prepared(tokens, spans)()
         return logits_RV
 
@@ -220,20 +230,22 @@ class StepGraphs:
     ) -> PendingTokens:
         """Launch the drawing of tokens. `forward` returns the logits and the parameters for drawing. `turn`: number of
         the host memory for the tokens."""
-        token_ids_R = self._results[turn][: len(draws)]
-        kind = max((draw.kind(self._decoder.config.vocab_size) for draw in draws), default=None)
+        chosen_R, results = self._chosen_FR[turn][: len(draws)], self._results[turn]
+        vocab_size = self._decoder.config.vocab_size
+        kind = max((draw.kind(vocab_size) for draw in draws), default=None)
+        tops = [min(draw.num_top, vocab_size) for draw in draws]
 
         @torch.inference_mode()
         def work() -> None:
             logits_RV, drawing = forward()
             if kind is not None:
                 assert drawing is not None
-                self._chosen_R[: len(draws)] = choose_tokens(logits_RV, drawing, kind)
-                token_ids_R.copy_(self._chosen_R[: len(draws)], non_blocking=True)
+                chosen_R.copy_(choose_tokens(logits_RV, drawing, kind))
+                results.copy(chosen_R, logits_RV, tops)
 
-        return PendingTokens(token_ids_R, self._queue(work))
+        return PendingTokens(turn * self._chosen_FR.shape[1], results, tops, self._queue(work))
 
-    def _prepared(self, tokens: StepTokens, spans: Sequence[PageSpan]) -> Callable[[], tuple[Tensor, Draws | None]]:
+    def _prepared(self, tokens: StepTokens, spans: Sequence[SequenceSpan]) -> Callable[[], tuple[Tensor, Draws | None]]:
         """Write the inputs of a step, and return a function that runs its forward pass on the device. The function
         returns the logits of the results, and the parameters for drawing tokens."""
         turn, self._num_launched = self._num_launched % _IN_FLIGHT, self._num_launched + 1
@@ -241,7 +253,7 @@ class StepGraphs:
         for span in spans:
             firsts.append(first)
             first += len(span.tokens)
-        places = [span.place() for span in spans]
+        places = [place.without_unseen() for span in spans if (place := span.place()) is not None]
         rows = arrays_of(list(zip(firsts, places, strict=True)), self._group, self._tiles.rows)
         shape = next((shape for shape in self.shapes if shape.fits(tokens, rows)), None)
         num_results = len(tokens.results)
@@ -259,7 +271,7 @@ class StepGraphs:
 
         return forward
 
-    def _launched(self, tokens: StepTokens, spans: Sequence[PageSpan]) -> tuple[Tensor, Draws | None]:
+    def _launched(self, tokens: StepTokens, spans: Sequence[SequenceSpan]) -> tuple[Tensor, Draws | None]:
         """Run a forward pass whose kernels are launched one by one."""
         device = self._there.device
         token_ids_T, sources_T = (to_device(torch.tensor(each), device) for each in (tokens.token_ids, tokens.sources))
@@ -298,15 +310,50 @@ class StepGraphs:
         return self._logits_RV[: shape.num_results].copy_(logits_RV)
 
     def _known(self, token_ids_T: Tensor, sources_T: Tensor) -> Tensor:
-        """Return the tokens of a step, including those that the step before draws. A sequence whose logits were not
-        finite has no token, and gets token 0: the host ends it."""
-        drawn_T = self._chosen_R[sources_T.clamp(min=0)].clamp(min=0)
+        """Return the tokens of a step, including those that earlier steps draw. A sequence whose logits were not finite
+        has no token, and gets token 0: the host ends it."""
+        drawn_T = self._chosen_FR.view(-1)[sources_T.clamp(min=0)].clamp(min=0)
         return torch.where(sources_T < 0, token_ids_T, drawn_T)
 
 
 def _host(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return host memory for copies to and from a device, all 0."""
     return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+@dataclass(frozen=True)
+class _Results:
+    """Host memory for the results of a step."""
+
+    token_ids_R: Tensor
+    logprobs_RX: Tensor
+    """Numbers of `log_probabilities` for each result with logprobs, float64."""
+
+    @classmethod
+    def of(cls, most_results: int, most_logprobs: int, device: torch.device) -> "_Results":
+        """Make memory for steps with up to `most_results` results, of which `most_logprobs` have logprobs."""
+        logprobs_X = _host(most_logprobs * 2 * (1 + MAX_LOGPROBS), torch.float64, device)
+        return cls(_host(most_results, torch.int64, device), logprobs_X.view(most_logprobs, -1))
+
+    def copy(self, chosen_R: Tensor, logits_RV: Tensor, tops: Sequence[int]) -> None:
+        """Copy the drawn tokens from the device, with their logprobs if `tops` is not NO_LOGPROBS. Does not wait for
+        the device."""
+        self.token_ids_R[: len(chosen_R)].copy_(chosen_R, non_blocking=True)
+        asked = [row for row, top in enumerate(tops) if top != NO_LOGPROBS]
+        for row, to_X in zip(asked, self.logprobs_RX[: len(asked)], strict=True):
+            found_X = log_probabilities(logits_RV[row], chosen_R[row : row + 1].clamp(min=0), tops[row]).view(-1)
+            to_X[: len(found_X)].copy_(found_X, non_blocking=True)
+
+    def tokens(self, tops: Sequence[int]) -> list[SampledToken]:
+        """Return the tokens. They must have been copied."""
+        found, logprobs = list[SampledToken](), iter(self.logprobs_RX)
+        for token_id, top in zip(self.token_ids_R[: len(tops)].tolist(), tops, strict=True):
+            reported_X = None if top == NO_LOGPROBS else next(logprobs)[: 2 * (1 + top)]
+            if reported_X is None or token_id == NO_TOKEN:
+                found.append(SampledToken(token_id))
+            else:
+                found.append(token_of(token_id, reported_X.view(2, -1)))
+        return found
 
 
 class _Capture:

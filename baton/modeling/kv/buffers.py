@@ -279,6 +279,20 @@ class KvPlace:
     table: BlockTable | None = None
     """Block table of the sequence's pages. None: the keys of each layer are contiguous."""
 
+    def without_unseen(self) -> "KvPlace":
+        """Return the location without the pages to which no new token attends. The new tokens attend to all keys of the
+        other pages, also to those in `unseen`. Must not be used for layers with a sliding window, because the keys
+        after these pages get lower numbers."""
+        if self.unseen is None or self.table is None:
+            return self
+        size = self.table.page_tokens
+        first, end = -(-self.unseen.start // size), self.unseen.end // size
+        if first >= end:
+            return dataclasses.replace(self, unseen=None)
+        pages_C = torch.cat((self.table.pages_C[:first], self.table.pages_C[end:]))
+        table = dataclasses.replace(self.table, pages_C=pages_C)
+        return dataclasses.replace(self, unseen=None, num_keys=self.num_keys - (end - first) * size, table=table)
+
 
 @dataclass(frozen=True)
 class BufferSpan:

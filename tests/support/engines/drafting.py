@@ -39,6 +39,9 @@ class Told:
     def draft(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> Drafts:
         return {slot: Draft(told) for slot, told in self._told.items()}
 
+    def read(self, drafts: Drafts) -> None:
+        """Do nothing: the drafts are known."""
+
     def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> StepPlan:
         self.accepted += [(num, len(drafts[slot])) for slot, (_, num) in verified.num_accepted.items()]
         return plan
@@ -71,6 +74,9 @@ class Curbed:
     def draft(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> Drafts:
         self.num_drafts += [span.num_drafts for span in plan.spans]
         return self._speculation.draft(plan, rows)
+
+    def read(self, drafts: Drafts) -> None:
+        self._speculation.read(drafts)
 
     def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> StepPlan:
         return self._speculation.observe(plan, drafts, verified)

@@ -96,8 +96,12 @@ class Collector:
         return part
 
     @property
+    def tokens(self) -> list[SampledToken]:
+        return [event.token for event in self.events if event.token is not None]
+
+    @property
     def token_ids(self) -> list[int]:
-        return [event.token.token_id for event in self.events if event.token is not None]
+        return [token.token_id for token in self.tokens]
 
     @property
     def text(self) -> str:
@@ -238,12 +242,12 @@ def harness(
     )
     saver = AnswerSaver(slots, store) if store is not None else None
     model = _served(decoder, drafting, cost)
-    own: Speculation | None = make_speculation(model, slots, config, name=speculation, choosing=CHOOSING)
-    drafts = own if speculator is None else speculator(slots, own)
+    steps = make_device_steps(decoder, residency, config, clock)
+    own = make_speculation(model, slots, config, name=speculation, choosing=CHOOSING, device_steps=steps)
+    drafts: Speculation | None = own if speculator is None else speculator(slots, own)
     scheduling_policy = scheduling_policy or ChunkedPrefillPolicy.of(config, model)
     running = RunningRows(slots, scheduling_policy, drafts, None if saver is None else saver.give_up)
-    device_steps = make_device_steps(decoder, residency, config, clock)
-    engine = GenerationEngine(model, running, config, device_steps=device_steps)
+    engine = GenerationEngine(model, running, config, device_steps=steps)
     try:
         with ends_empty(slots):
             yield (made := Harness(decoder, slots, engine, clock, saver))

@@ -29,8 +29,8 @@ class StepTokens:
     token_ids: Sequence[int]
     """New tokens of all sequences, concatenated."""
     sources: Sequence[int]
-    """Index among the tokens that the step before draws, for each new token that the host has not read. -1: the host
-    knows the token."""
+    """Place of each new token that the host has not read, among the tokens that earlier steps draw
+    (`PendingTokens.first`). -1: the host knows the token."""
     positions: Sequence[int]
     """Position of each token in its sequence."""
     results: Sequence[int]
@@ -116,7 +116,7 @@ class StepInputs(NamedTuple):
     top_p_R: Tensor
     token_ids_T: Tensor
     sources_T: Tensor
-    """For each token, its index among the tokens that the step before draws; -1: the token is in `token_ids_T`."""
+    """For each token, its place among the tokens that earlier steps draw; -1: the token is in `token_ids_T`."""
     positions_T: Tensor
     results_R: Tensor
     temperature_R: Tensor
@@ -150,7 +150,8 @@ class StepInputs(NamedTuple):
             (self.results_R, tokens.results, 0),
         ]
         if tokens.draws:
-            columns += [(to_R, draw, 0) for to_R, draw in zip(self.draws, zip(*tokens.draws, strict=True), strict=True)]
+            numbers = zip(*tokens.draws, strict=True)
+            columns += [(to_R, draw, 0) for to_R, draw in zip(self.draws, numbers, strict=False)]
         for to_X, new, padding in columns:
             _write(to_X, np.array(new, to_X.numpy().dtype), padding)
         _write(self.slots_T, rows.slots_U, -1)

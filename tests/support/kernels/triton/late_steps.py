@@ -4,19 +4,21 @@ therefore happens before the step, as on a GPU that is slower than the host. Fre
 
 import contextlib
 import dataclasses
+import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from torch import Tensor
 
 from baton.errors import ResourceExhaustedError
 from baton.modeling.device.port import Device
 from baton.modeling.kv.pages import PAGE_TOKENS
 from baton.sampling_params import SamplingParams, StructuredOutput
-from baton.types import FinishReason, SlotId
+from baton.types import FinishReason, SampledToken, SlotId
 from generate_workers.engine.model_runner import LaunchedStep
 from generate_workers.engine.rows import Row, StreamId
 from generate_workers.engine.scheduling_policy import StepPlan
@@ -34,11 +36,14 @@ class LateQueue:
     """Queue of a device: work that was launched, and runs when the host waits for it."""
 
     def __init__(self) -> None:
+        self.most = 0
+        """Largest number of pieces of work that were in the queue at the same time."""
         self._work = deque[Callable[[], None]]()
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
         """Queue work, and return a function that runs all work up to it."""
         self._work.append(work)
+        self.most = max(self.most, len(self._work))
 
         def wait() -> None:
             while work in self._work:
@@ -46,18 +51,32 @@ class LateQueue:
 
         return wait
 
+    def run_before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs all work, and then `function`, whose work is not queued."""
+
+        def call(*args: Any) -> Any:
+            while self._work:
+                self._work.popleft()()
+            return function(*args)
+
+        return call
+
 
 @contextmanager
-def late_engine(device: Device | None = None, *, late: bool = True, **options: Any) -> Iterator[Harness]:
+def late_engine(
+    device: Device | None = None, *, late: bool = True, queue: LateQueue | None = None, **options: Any
+) -> Iterator[Harness]:
     """Run an engine on a late device, or, if `late` is False, on a CPU device that runs a step when it is launched. At
-    the end, check that steps were launched before the step before was read, and that all pages are free."""
+    the end, check that steps without drafts were launched before the step before was read, and that all pages are free.
+    `queue`: queue of the late device."""
     num_ahead = 0
     with engine_on(device or TensorDevice(), max_slot_tokens=MAX_TOKENS, **options) as (made, _):
         runner = made.engine._pipeline._runner
         steps, launch = runner._device_steps, runner.launch
         assert steps is not None
         if late and not steps.captures:  # a GPU is late by itself
-            vars(steps)["_queue"] = LateQueue()
+            queue = queue or LateQueue()
+            vars(steps).update(_queue=queue, logits=queue.run_before(steps.logits))
 
         def launched(plan: StepPlan, rows: Mapping[SlotId, Row], behind: LaunchedStep | None) -> LaunchedStep | None:
             nonlocal num_ahead
@@ -71,7 +90,8 @@ def late_engine(device: Device | None = None, *, late: bool = True, **options: A
         assert is_empty(made.slots.ledger())
         residency = made.slots.memory.residency
         assert isinstance(residency, PagedResidency) and residency.pool.num_free == residency.pool.num_pages
-        assert num_ahead, "no step was launched before the step before was read"
+        has_drafts = options.get("speculation", "off") != "off"  # steps with drafts wait for the step before
+        assert num_ahead or has_drafts, "no step was launched before the step before was read"
 
 
 def check_ends(device: Device | None = None) -> None:
@@ -95,13 +115,15 @@ def check_ends(device: Device | None = None) -> None:
         assert third.token_ids == reference_ids(cpu, prompt(30), FILTERED)
 
 
-def check_walk(device: Device | None = None, *, seed: int = 0, num_requests: int = 24) -> None:
+def check_walk(
+    device: Device | None = None, *, seed: int = 0, num_requests: int = 24, speculation: str = "off"
+) -> None:
     """Check that requests which come, stop, are cancelled, pushed and preempted get the tokens of an engine that reads
     each step before it launches the next."""
     cpu = eos_decoder()
     limits = MemoryLimits(1 << 40, 7 * PAGE_TOKENS * cpu.layout.token_bytes)
     options: dict[str, Any] = {"limits": limits, "growth_tokens": 8, "max_batched_tokens": 64, "num_slots": 5}
-    with late_engine(device, **options) as made:
+    with late_engine(device, speculation=speculation, **options) as made:
         walk = _Walk(made, random.Random(seed), num_requests)
         walk.run()
         for ids, params, stream in walk.asked:
@@ -168,6 +190,78 @@ def check_grammars(device: Device | None = None) -> None:
         made.run()
     for mine, theirs in zip(found, expected, strict=True):
         assert (mine.token_ids, mine.finish, mine.text) == (theirs.token_ids, theirs.finish, theirs.text)
+
+
+def check_logprobs(device: Device | None = None) -> None:
+    """Check that sequences that report logprobs are pipelined, and get the tokens and logprobs of the CPU."""
+    drawn = dataclasses.replace(FILTERED, max_tokens=8, logprobs=20)
+    asked = [
+        (prompt(9), drawn),
+        (prompt(5), dataclasses.replace(GREEDY, max_tokens=9, logprobs=0)),
+        (prompt(8), dataclasses.replace(GREEDY, max_tokens=9)),
+        (prompt(7), dataclasses.replace(drawn, repetition_penalty=1.3, logprobs=3)),
+        (prompt(6), dataclasses.replace(drawn, structured_output=StructuredOutput(choice=("no",)), ignore_eos=False)),
+        (prompt(12), dataclasses.replace(GREEDY, max_tokens=4, logprobs=2, prompt_logprobs=1)),
+    ]
+    with harness(decoder=eos_decoder(), num_slots=6) as made:
+        expected = [made.submit(*each)[1] for each in asked]
+        made.run()
+    with late_engine(device, num_slots=6) as made:
+        found = [made.submit(*each)[1] for each in asked]
+        made.run()
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.token_ids == theirs.token_ids
+        _check_logprobs(mine.tokens, theirs.tokens)
+
+
+def check_drafts(device: Device | None = None) -> None:
+    """Check that the draft steps of a round and the step that verifies them are launched before any of them is read,
+    that drafts with all keys are accepted, and that sequences get the CPU's tokens."""
+    cpu, queue = eos_decoder(), LateQueue()
+    sizes: dict[str, Any] = {"num_slots": 4, "max_batched_tokens": 48, "speculation": "streaming", "draft_tokens": 3}
+    params = [dataclasses.replace(each, max_tokens=9) for each in (GREEDY, DRAWN, FILTERED)]
+    with late_engine(device, queue=queue, draft_keys=MAX_TOKENS, **sizes) as made:
+        streams = [made.submit(prompt(60 + 5 * size, size), each)[1] for size, each in enumerate(params)]
+        made.run()
+        stats = made.engine.status().speculation
+        assert stats is not None and stats.num_drafted == stats.num_accepted > 0, "drafts have all keys"
+    for size, (each, stream) in enumerate(zip(params, streams, strict=True)):
+        assert stream.token_ids == reference_ids(cpu, prompt(60 + 5 * size, size), each)
+    if queue.most:
+        assert queue.most == 4, "three draft steps and the step that verifies them"
+
+
+def check_drafts_of_others(device: Device | None = None) -> None:
+    """Check that sequences whose drafts have few keys get the CPU's tokens. The host draws the tokens of some of them,
+    or their logprobs, or scores the prompt of another sequence while they verify drafts."""
+    cpu = eos_decoder()
+    sizes: dict[str, Any] = {"num_slots": 4, "max_batched_tokens": 48, "speculation": "streaming", "draft_tokens": 3}
+    others = [
+        dataclasses.replace(DRAWN, max_tokens=5, presence_penalty=0.5),
+        dataclasses.replace(GREEDY, max_tokens=5, logprobs=1),
+        dataclasses.replace(GREEDY, max_tokens=3, prompt_logprobs=1),
+        dataclasses.replace(DRAWN, max_tokens=9),
+    ]
+    with late_engine(device, draft_keys=16, **sizes) as made:
+        streams = []
+        for size, each in enumerate(others):
+            streams.append(made.submit(prompt(150 + size, size), each)[1])
+            for _ in range(3):
+                made.engine.step()
+        made.run()
+        stats = made.engine.status().speculation
+        assert stats is not None and stats.num_drafted > stats.num_accepted, "drafts have few keys"
+    for size, (each, stream) in enumerate(zip(others, streams, strict=True)):
+        assert stream.token_ids == reference_ids(cpu, prompt(150 + size, size), each), each
+
+
+def _check_logprobs(found: Sequence[SampledToken], expected: Sequence[SampledToken]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert [each.logprob for each in mine.top] == pytest.approx([each.logprob for each in theirs.top], abs=1e-4)
+        gaps = [abs(each.logprob - after.logprob) for each, after in itertools.pairwise(theirs.top)]
+        if min(gaps, default=1.0) > 1e-4:  # the order is not that of rounding errors
+            assert [each.token_id for each in mine.top] == [each.token_id for each in theirs.top]
 
 
 def _stopped(token_ids: list[int], params: SamplingParams) -> list[int]:

@@ -24,7 +24,8 @@ from baton.modeling.kv.buffers import HOME, BufferSpan, KvBuffer
 from baton.modeling.kv.pages import PagePool, PageSpan, RowPages
 from baton.modeling.kv.pool_memory import TensorPool
 from baton.sampling_params import SamplingParams
-from baton.types import TokenRange
+from baton.types import SampledToken, TokenRange
+from generate_workers.speculation.streaming_view import NarrowSpan
 from tests.support.models.tiny_models import random_decoder
 
 PAGE_TOKENS, NUM_STEPS, SIZES = 8, 10, (2, 4)
@@ -77,11 +78,11 @@ def _check(cpu: Decoder, there: Decoder, captures: bool) -> None:
             histories = [[*ids, *state.output_ids] for ids, state in zip(prompts, states, strict=True)][:num_rows]
             draws = [draw for state in states[:num_rows] if (draw := state.row_draw()) is not None]
             step = decode_step(histories, draws, pages)
-            for state, token_id in zip(states, graphs.launch(*step).result(), strict=False):
-                state.append(token_id)
+            for state, token in zip(states, graphs.launch(*step).result(), strict=False):
+                state.append(token.token_id)
     assert [state.output_ids for state in states] == [*expected[:2], expected[2][: NUM_STEPS // 2]]
     pages_LPS2GH[-1, pages[0].table.pages_C.to(pages_LPS2GH.device)] = torch.nan
-    found = graphs.launch(*step).result()
+    found = [token.token_id for token in graphs.launch(*step).result()]
     assert found == [NO_TOKEN, expected[1][-1]], "the last step again, with damaged KV in one row"
 
 
@@ -118,13 +119,34 @@ def check_shapes(device: Device | None = None, *, captures: bool = False) -> Non
         drawn = replace(step, results=range(len(draws)), draws=draws)
         hidden_TD = cpu.forward(token_ids, [BufferSpan(*each) for each in zip(buffers, new, strict=True)])
         expected_R = cpu.logits(hidden_TD[: len(draws)]).argmax(-1)
-        assert graphs.launch(drawn, spans).result() == expected_R.tolist()
+        assert graphs.launch(drawn, spans).result() == list(map(SampledToken, expected_R.tolist()))
         for row, buffer in zip(pages, buffers, strict=True):
             for layer in range(2):
                 for part, kv_T2GH in row.spans(layer, buffer.tokens):
                     torch.testing.assert_close(kv_T2GH.cpu(), buffer.span(layer, part), atol=1e-4, rtol=1e-4)
             row.release()
         assert pool.num_taken == 0
+
+
+@torch.inference_mode()
+def check_left_out_pages(device: Device | None = None, *, captures: bool = False) -> None:
+    """Assert that a step does not attend to pages whose keys are all left out, and attends to all other keys."""
+    cpu, there = random_decoder(), random_decoder(device=device or CpuDevice())
+    lengths = 5 * PAGE_TOKENS, PAGE_TOKENS + 9
+    buffers = [_random_kv(cpu, length, length) for length in lengths]
+    memory = TensorPool(there.layout, 12, PAGE_TOKENS, there.device.torch_device, HOME)
+    memory.data_LPS2GH.fill_(torch.nan)
+    graphs = StepGraphs(there, memory.data_LPS2GH, 6, step_shapes(there, 2), captures=captures)
+    pages = _copies(buffers, lengths, PagePool(memory), 6)
+    new = [TokenRange(length - 1, length) for length in lengths]
+    unseen = [TokenRange(3, 4 * PAGE_TOKENS + 5), TokenRange(3, PAGE_TOKENS + 2)]
+    pages_left_out = TokenRange(PAGE_TOKENS, 4 * PAGE_TOKENS)
+    spans = [NarrowSpan(PageSpan(row, tokens), keys) for row, tokens, keys in zip(pages, new, unseen, strict=True)]
+    positions = [length - 1 for length in lengths]
+    found_RV = graphs.logits(StepTokens([7, 8], [-1, -1], positions, range(2), None), spans)
+    ours = [BufferSpan(*each) for each in zip(buffers, new, strict=True)]
+    expected_RD = cpu.forward([7, 8], [NarrowSpan(ours[0], pages_left_out), ours[1]])
+    torch.testing.assert_close(found_RV.cpu(), cpu.logits(expected_RD), atol=1e-4, rtol=1e-4)
 
 
 def _random_kv(decoder: Decoder, num_tokens: int, seed: int) -> KvBuffer:

@@ -42,9 +42,9 @@ def test_a_state_says_when_its_logits_have_to_be_seen_by_the_host() -> None:
         {"presence_penalty": 0.1},
         {"frequency_penalty": 0.1},
         {"logit_bias": {1: 1.0}},
-        {"logprobs": 0},
         {"min_tokens": 4},
     ):
         assert make(**fields).row_draw() is None, fields
+    assert make(logprobs=2).row_draw() == RowDraw.of(params_of({}, 0), 3)._replace(num_top=2)
     assert make(min_tokens=3).row_draw() is not None, "min_tokens is reached"
     assert make(min_tokens=4, ignore_eos=True).row_draw() is not None, "no token is forbidden"
