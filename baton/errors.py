@@ -72,6 +72,11 @@ class UnavailableError(BatonError):
     retryable = True
 
 
+class StaleTermError(UnavailableError):
+    """An orchestrator called a worker after another orchestrator had replaced it. The call changed nothing. Clients
+    resume their streams at the new orchestrator."""
+
+
 class DrainedError(UnavailableError):
     """Operators have drained all groups that could serve the request. The request cannot be served until a group is
     undrained."""

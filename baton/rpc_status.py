@@ -43,6 +43,7 @@ STATUS_OF: Mapping[type[BatonError], StatusCode] = MappingProxyType(
         errors.StalePrefixError: StatusCode.NOT_FOUND,
         errors.UnavailableError: StatusCode.UNAVAILABLE,
         errors.DrainedError: StatusCode.UNAVAILABLE,
+        errors.StaleTermError: StatusCode.UNAVAILABLE,
         errors.VersionMismatchError: StatusCode.FAILED_PRECONDITION,
         errors.LeaseError: StatusCode.FAILED_PRECONDITION,
         errors.StaleStampError: StatusCode.FAILED_PRECONDITION,

@@ -59,7 +59,7 @@ class EngineConfig:
     acceptance: AcceptanceName = "coupled"
     """Rule for accepting drafts: coupled (the output depends only on the seed) or maximal (accepts more drafts)."""
     draft_keys: Annotated[int, Field(ge=2)] = 256
-    """Keys of a draft step (snapkv: up to 1.5 times as many). The engine may halve or double it if draft_tokens=0."""
+    """Keys of a draft step (snapkv: 1.5 times as many; GPU: whole pages). With draft_tokens=0 also half or double."""
     step_graphs: bool = True
     """Run steps as CUDA graphs, one launched ahead (device cuda with Triton); false: launch each kernel."""
     growth_tokens: Count = 256

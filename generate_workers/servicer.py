@@ -16,7 +16,7 @@ from typing import Any, Self
 import grpc
 
 from baton import __version__
-from baton.errors import InvalidArgumentError
+from baton.errors import InvalidArgumentError, StaleTermError
 from baton.modeling.hosting import PrefixPlace
 from baton.modeling.kernels.process_kernels import KERNELS
 from baton.planning.device_profile import DeviceProfile
@@ -32,6 +32,7 @@ from baton.transport.channel import bind, make_channel, make_server
 from baton.transport.identity import ClusterSecret
 from baton.transport.kv_receiver import MAX_TTL_S, KvReceiverServicer
 from baton.transport.proto_types import history_from_proto, kernels_to_proto, lease_ref_from_proto
+from baton.transport.terms import SeenTerms, term_of
 from baton.types import KvLayout, StreamNumber
 from baton.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 from generate_workers.compiling import compile_steps
@@ -81,30 +82,37 @@ class GroupPrefixes:
 
 
 class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
-    """Serves baton.v1.GenerationGroup with a running engine. `prefixes`: access to the node's prefix store; None: no
-    store. `profile`: profile of the engine's device; None: it is not reported."""
+    """Serves baton.v1.GenerationGroup with a running engine. `terms` checks the calls of the servicer's server.
+    `prefixes`: access to the node's prefix store; None: no store. `profile`: profile of the engine's device; None: it
+    is not reported."""
 
     def __init__(
         self,
         engine: GenerationEngine,
         layout: KvLayout,
+        terms: SeenTerms,
         prefixes: GroupPrefixes | None = None,
         profile: DeviceProfile | None = None,
     ) -> None:
         self.engine = engine
+        self._terms = terms
         self._profile = None if profile is None else common_pb2.DeviceProfile(**asdict(profile))
         self.prefixes = prefixes
         # approximate KV is not saved, because exact groups would use it
         saver = prefixes.saver if prefixes is not None and engine.residency.traits.is_exact else None
         self._streams = OpenStreams(engine, saver)
+        self._readers = dict[SharedReader[StreamMessage], int]()
+        """Readers of all Streams calls, with the term of each caller."""
+        terms.on_rise = self._end_superseded
         self._layout = layout
 
     async def Streams(
         self, commands: AsyncIterator[generate_pb2.StreamCommand], context: Context
     ) -> AsyncIterator[generate_pb2.StreamEvents]:
         """Yield the events of all streams that `commands` opens. Ends when the client has ended `commands` and all
-        streams have ended."""
+        streams have ended, or when an orchestrator of a higher term than the client's has called this worker."""
         reader = SharedReader(self._streams, encode_event, encode_end)
+        self._readers[reader] = term_of(context.invocation_metadata() or ())
         obeying = asyncio.create_task(self._obey(commands, reader))
         try:
             async with aclosing(reader.batches()) as batches:
@@ -116,6 +124,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
             obeying.cancel()
             await asyncio.gather(obeying, return_exceptions=True)
             reader.close()
+            del self._readers[reader]
 
     async def _obey(
         self, commands: AsyncIterator[generate_pb2.StreamCommand], reader: SharedReader[StreamMessage]
@@ -128,6 +137,14 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
                     reader.leave(StreamNumber(command.leave))
         finally:
             reader.complete()
+
+    def _end_superseded(self) -> None:
+        """End the Streams calls of orchestrators that have been replaced. Their streams can be taken over."""
+        for reader, term in self._readers.items():
+            try:
+                self._terms.require(term)
+            except StaleTermError as error:
+                reader.break_off(error.with_traceback(None))
 
     def _open(self, request: generate_pb2.StreamRequest, on_message: Callable[[], None]) -> OpenStream:
         """Open a new stream, or take over an existing one."""
@@ -176,6 +193,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
             prefix_store=None if self.prefixes is None else await _prefix_store(self.prefixes),
             speculation=None if status.speculation is None else _speculation_to_proto(status.speculation),
             profile=self._profile,
+            term=self._terms.highest,
         )
 
     def _step_to_proto(self, step: StepStats) -> generate_pb2.StepSample:
@@ -221,7 +239,8 @@ class GenerationServer:
         """
         secret, decoder = ClusterSecret(place.secret), model.decoder
         memory = make_memory(decoder, config, place.num_engines, draft_model=model.draft_model)
-        server = make_server(check=secret.check)
+        terms = SeenTerms(secret)
+        server = make_server(check=terms.check)
         port = bind(server, place.host)
         slots = SlotTable(memory, clock, endpoint=join_address(place.host, port))
         await asyncio.to_thread(compile_steps, decoder, memory.residency, config)
@@ -231,7 +250,7 @@ class GenerationServer:
         reclaim = prefixes.saver.give_up if prefixes is not None else None
         running = RunningRows(slots, ChunkedPrefillPolicy.of(config, model), speculation, reclaim)
         engine = GenerationEngine(model, running, config, device_steps=device_steps, crash_note=place.crash_note)
-        servicer = GenerationServicer(engine, decoder.layout, prefixes, model.profile)
+        servicer = GenerationServicer(engine, decoder.layout, terms, prefixes, model.profile)
         generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicer, server)
         KvReceiverServicer(slots, prefixes.loader if prefixes is not None else None, clock=clock).add_to(server)
         if prefixes is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from baton.planning.planner import ChainPlanner
 from baton.process.clock import Clock
 from baton.transport.identity import ClusterSecret
+from baton.transport.terms import NO_TERM
 from orchestrator.actuation.actuator import Actuator
 from orchestrator.actuation.fleet import LiveFleet
 from orchestrator.actuation.operations import GroupOperations
@@ -76,15 +77,16 @@ def build_orchestrator(
     secret: ClusterSecret,
     config: OrchestratorConfig | None = None,
     traces: Traces | None = None,
+    term: int = NO_TERM,
 ) -> Orchestrator:
     """Return an orchestrator for the groups in `members`, which may still be empty. The caller must start it.
 
     `planner` predicts the duration of each request's prefill. `secret` is the cluster's secret, sent with each call to
-    a worker. `traces` receives every request that has ended, and is closed together with the orchestrator. If `traces`
-    is None, traces are kept in memory and not exported.
-    """
+    a worker. `term` is the term of this orchestrator, sent with each call to a worker, too. `traces` receives every
+    request that has ended, and is closed together with the orchestrator. If `traces` is None, traces are kept in memory
+    and not exported."""
     config = config or OrchestratorConfig()
-    journal, clients = Journal(clock, traces or Traces()), Clients(secret)
+    journal, clients = Journal(clock, traces or Traces()), Clients(secret, term)
     attempt_runner = AttemptRunner(members, clients, planner, clock, config)
     chooser = attempt_runner.chooser
     poller = WorkerPoller(members, clients, clock, journal.stepped, lease_ttl_s=config.lease_ttl_s)

@@ -37,6 +37,7 @@ from baton.transport.kv_client import KvClient
 from baton.transport.kv_routes import make_pool
 from baton.transport.kv_sender import PushSession, PushSummary, open_push
 from baton.transport.proto_types import history_from_proto, kernels_to_proto, lease_from_proto
+from baton.transport.terms import SeenTerms
 from baton.types import MAX_EPOCH, Epoch, JobId, Rank, SampledToken, TokenRange
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from prefill_workers.block_threads import BlockThreads
@@ -89,17 +90,17 @@ class PushSender:
 class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
     """Serves the gRPC service baton.v1.PrefillRank with an engine. Takes ownership of `engine`, `store` and `grammars`.
 
-    `place` has the settings of the worker process. Two of them are used: the address of the network interface for
-    links, and the cluster's secret, which is sent to generation groups. `store` is the node's prefix store; None if the
-    node has none. `may_share` is True if KV may be sent through shared memory to groups of the same node. `grammars`
-    are the model's output grammars; None: constrained outputs are refused. `profile` describes the rank's device; None:
-    it is not reported.
-    """
+    `terms` checks the calls of the servicer's server. `place` has the settings of the worker process. Two of them are
+    used: the address of the network interface for links, and the cluster's secret, which is sent to generation groups.
+    `store` is the node's prefix store; None if the node has none. `may_share` is True if KV may be sent through shared
+    memory to groups of the same node. `grammars` are the model's output grammars; None: constrained outputs are
+    refused. `profile` describes the rank's device; None: it is not reported."""
 
     def __init__(
         self,
         engine: PrefillEngine,
         place: WorkerPlace,
+        terms: SeenTerms,
         store: NodeStore | None = None,
         *,
         may_share: bool = True,
@@ -108,7 +109,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
     ) -> None:
         self.engine, self.prefixes = engine, store.blocks if store is not None else None
         self._store, self._grammars = store, grammars
-        self._host = place.host
+        self._host, self._terms = place.host, terms
         self._backend = backend_of(engine.decoder.device)
         self._pool = make_pool(engine.decoder.layout) if may_share else None
         connect = partial(make_channel, secret=ClusterSecret(place.secret))
@@ -189,6 +190,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
             kernels=kernels_to_proto(KERNELS.choice),
             prefix_store=store,
             profile=self._profile,
+            term=self._terms.highest,
         )
 
     async def ListPrefixBlocks(
@@ -292,7 +294,8 @@ class PrefillServer:
         """
         try:
             secret = ClusterSecret(place.secret)
-            server = make_server(check=secret.check)
+            terms = SeenTerms(secret)
+            server = make_server(check=terms.check)
             port = bind(server, place.host)
             store = None if prefixes is None else prefixes.open(engine.decoder.layout, engine.clock, secret.text)
         except BaseException:
@@ -300,7 +303,9 @@ class PrefillServer:
             if grammars is not None:
                 await in_own_thread(grammars.close)
             raise
-        servicer = PrefillRankServicer(engine, place, store, may_share=may_share, grammars=grammars, profile=profile)
+        servicer = PrefillRankServicer(
+            engine, place, terms, store, may_share=may_share, grammars=grammars, profile=profile
+        )
         servicer.add_to(server)
         await server.start()
         return cls(server, servicer, port)

@@ -7,9 +7,9 @@ A step lasts
     + prefill work * rate                                        the unit of work is the FLOPs of one token
 
 If the engine replays CUDA graphs, there are three costs of decoding: one for steps without drafts, which the engine
-launches before it has read the step before, one for steps that verify drafts, and one for draft steps, whose kernels
-are launched one by one. Otherwise all steps have the cost of launched steps. All costs start with a nominal cost
-(`baton.planning.hardware`). A launched step lasts at least as long as its launches.
+launches before it has read the step before, one for steps that verify drafts, and one for draft steps. Otherwise all
+steps have the same cost, and each lasts at least as long as the launches of its kernels. All costs start with a nominal
+cost (`baton.planning.hardware`).
 
 Costs of decoding are fitted to the latest steps of each kind that did not prefill. How the time of a step that also
 prefills divides is not known, so such a step only adjusts the rate of prefill. If three steps in a row deviate in the
@@ -17,7 +17,7 @@ same direction from their predictions, the engine has become slower or faster. T
 scaled, and have a small weight. Some steps are not learnt from: those in which a kernel was compiled, and a single step
 that takes several times as long as predicted.
 
-Shape suffixes: R kept steps, C columns of a StepWork, L lines (kinds of steps with separate costs).
+A line is a kind of steps with its own cost. Shape suffixes: R kept steps, C columns of a StepWork.
 
 Owned by the engine's thread. Any thread may read the costs. Does not read a clock.
 """
@@ -71,16 +71,15 @@ _PRIOR_WORKS = np.array(
 decide how the time divides where measured steps do not, for example if all of them have the same batch size."""
 _PRIOR_WEIGHT = 0.02
 _TINY_S = 1e-12
-_PLAIN, _VERIFYING, _LAUNCHED = range(3)
 
 
 class StepKind(IntEnum):
     """Kind of a step. Kinds may differ in cost."""
 
-    PLAIN = _PLAIN
+    PLAIN = 0
     """The step verifies no drafts."""
-    VERIFYING = _VERIFYING
-    DRAFT = _LAUNCHED
+    VERIFYING = 1
+    DRAFT = 2
     """The step makes drafts."""
 
 
@@ -105,16 +104,17 @@ class StepCost:
         """Create an estimate. It starts with `cost`, whose `token_s` (above 0) is also the time of a unit of prefill
         work. `launch_s`: minimum seconds of a step whose kernels are launched one by one; 0 on a CPU. `num_compiled`
         returns the number of kernels compiled so far. A step during which it rises is ignored."""
-        self.replays = False
-        """True if steps other than draft steps replay CUDA graphs. The engine sets it before its first step."""
         self.prefill_s = cost.token_s
         """Seconds per unit of prefill work."""
         self.is_decode_due = False
         """True if the time of decoding should be measured, because a step took less than decoding alone was predicted
         to take, although it also prefilled."""
-        self._costs = [cost, cost, replace(cost, step_s=max(cost.step_s, launch_s))]
-        self._starts_LC = np.array([list(vars(each).values()) for each in self._costs])
+        self._replays = False
         self._launch_s = launch_s
+        self._nominal = cost
+        self._start = replace(cost, step_s=max(cost.step_s, launch_s))
+        """Start value of all costs."""
+        self._costs = [self._start] * len(StepKind)
         self._num_compiled = num_compiled
         self._num_seen_compiled = num_compiled()
         self._num_steps = self._num_prefills = 0
@@ -137,6 +137,11 @@ class StepCost:
         of kinds in `_fitted` show whether the engine has become slower or faster."""
         self._same_since = [0, 0, 0]
         """Number of the first step of each line since the engine became slower or faster."""
+
+    def replay_graphs(self) -> None:
+        """Record that all steps replay CUDA graphs. Must be called before the first step."""
+        self._replays, self._launch_s, self._start = True, 0.0, self._nominal
+        self._costs = [self._start] * len(StepKind)
 
     @property
     def plain(self) -> WorkCost:
@@ -165,8 +170,7 @@ class StepCost:
         if seconds <= 0 or num_compiled != self._num_seen_compiled:
             return
         self._num_steps += 1
-        line = self._line(kind)
-        launch_s = self._launch_s if line == _LAUNCHED else 0.0
+        line, launch_s = self._line(kind), self._launch_s
         decode_s, prefill_s = self._costs[line].seconds(work), prefill_work * self.prefill_s
         predicted_s = max(decode_s + prefill_s, launch_s, _TINY_S)
         ratio = seconds / predicted_s
@@ -191,7 +195,7 @@ class StepCost:
 
     def _line(self, kind: StepKind) -> int:
         """Return the line of steps of a kind."""
-        return kind if self.replays else _LAUNCHED
+        return kind if self._replays else StepKind.PLAIN
 
     def _keep(self, line: int, work: StepWork, seconds: float, ratio: float) -> None:
         """Keep a step without prefill, and fit the costs again if they are due."""
@@ -236,7 +240,8 @@ class StepCost:
         self._num_new[line] = 0
         rows = ((self._line_R == line) & (self._seconds_R > 0)).nonzero()[0]
         weights = np.where(self._number_R[rows] < self._same_since[line], _OLD_WEIGHT, 1.0)
-        columns, seconds, start_C = self._columns_RC[rows], self._seconds_R[rows], self._starts_LC[line]
+        columns, seconds = self._columns_RC[rows], self._seconds_R[rows]
+        start_C = np.array(list(vars(self._start).values()))
         scale = float(np.median(seconds / (columns @ start_C)))
         costs, _ = fit_relative(
             np.concatenate((columns, _PRIOR_WORKS)),

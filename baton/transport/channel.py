@@ -17,6 +17,7 @@ from baton.limits import MAX_PENDING_CALLS, MAX_PENDING_S
 from baton.settings.addresses import join_address
 from baton.transport.identity import ClusterSecret
 from baton.transport.status_interceptor import Check, StatusInterceptor
+from baton.transport.terms import NO_TERM, term_metadata
 
 
 def make_server(keepalive: Keepalive | None = None, *, check: Check | None = None) -> grpc.aio.Server:
@@ -56,16 +57,17 @@ def bind(server: grpc.aio.Server, host: str, port: int = 0) -> int:
 
 
 def make_channel(
-    target: str, keepalive: Keepalive | None = None, *, secret: ClusterSecret | None = None
+    target: str, keepalive: Keepalive | None = None, *, secret: ClusterSecret | None = None, term: int = NO_TERM
 ) -> grpc.aio.Channel:
     """Return a channel to the address host:port. The channel has its own connection, which is opened at the first call
     and reopened automatically.
 
     `secret` is sent with each call, and proves that the caller belongs to the cluster. Pass it only for servers of the
-    same cluster.
+    same cluster. `term` is the orchestrator's term, if the caller is an orchestrator. It is sent together with the
+    secret.
     """
     channel = grpc.aio.insecure_channel(target, options=channel_options(keepalive or Keepalive()))
-    return channel if secret is None else IdentifiedChannel(channel, secret.metadata)
+    return channel if secret is None else IdentifiedChannel(channel, secret.metadata + term_metadata(term))
 
 
 class IdentifiedChannel(grpc.aio.Channel):

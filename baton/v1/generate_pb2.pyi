@@ -420,6 +420,7 @@ class GenerationStatus(_message.Message):
     NUM_NOT_FINITE_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
     STEP_COSTS_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     num_slots: _builtins.int
     """Slots, and how many of them are in each state: together all."""
     num_free: _builtins.int
@@ -448,6 +449,8 @@ class GenerationStatus(_message.Message):
     """Why the engine is thought to hang, so that the worker must be replaced; empty while it is well."""
     num_not_finite: _builtins.int
     """Sequences so far that ended because their logits were NaN or infinite."""
+    term: _builtins.int
+    """Highest term of an orchestrator that has called this worker; 0: none."""
     @_builtins.property
     def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptStream]:
         """Streams that have outlived their call; not part of what operators see."""
@@ -506,10 +509,11 @@ class GenerationStatus(_message.Message):
         num_not_finite: _builtins.int = ...,
         profile: _common_pb2.DeviceProfile | None = ...,
         step_costs: Global___StepCosts | None = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "prefix_store", b"prefix_store", "profile", b"profile", "speculation", b"speculation", "step_costs", b"step_costs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "imbalance", b"imbalance", "is_approximate", b"is_approximate", "kept", b"kept", "kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "layout_fingerprint", b"layout_fingerprint", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_device_bytes", b"num_device_bytes", "num_free", b"num_free", "num_leased", b"num_leased", "num_not_finite", b"num_not_finite", "num_preemptions", b"num_preemptions", "num_quarantined", b"num_quarantined", "num_slots", b"num_slots", "num_steps", b"num_steps", "prefix_store", b"prefix_store", "profile", b"profile", "residency", b"residency", "speculation", b"speculation", "stall", b"stall", "step_costs", b"step_costs", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "imbalance", b"imbalance", "is_approximate", b"is_approximate", "kept", b"kept", "kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "layout_fingerprint", b"layout_fingerprint", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_device_bytes", b"num_device_bytes", "num_free", b"num_free", "num_leased", b"num_leased", "num_not_finite", b"num_not_finite", "num_preemptions", b"num_preemptions", "num_quarantined", b"num_quarantined", "num_slots", b"num_slots", "num_steps", b"num_steps", "prefix_store", b"prefix_store", "profile", b"profile", "residency", b"residency", "speculation", b"speculation", "stall", b"stall", "step_costs", b"step_costs", "term", b"term", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,7 @@ from baton.v1 import generate_pb2 as baton_dot_v1_dot_generate__pb2
 from baton.v1 import orchestrator_pb2 as baton_dot_v1_dot_orchestrator__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/keeping.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x17\x62\x61ton/v1/generate.proto\x1a\x1b\x62\x61ton/v1/orchestrator.proto\"T\n\rUpdateRequest\x12#\n\x04view\x18\x01 \x01(\x0b\x32\x15.baton.v1.ClusterView\x12\x1e\n\x04kept\x18\x02 \x01(\x0b\x32\x10.baton.v1.Orders\"p\n\x12OrchestratorStatus\x12 \n\x06orders\x18\x01 \x01(\x0b\x32\x10.baton.v1.Orders\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x19\n\x0cmetrics_port\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_metrics_port\"\xb9\x01\n\x0cServeRequest\x12\x1e\n\x05model\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Model\x12\x15\n\reos_token_ids\x18\x02 \x03(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0c\n\x04port\x18\x04 \x01(\r\x12\x19\n\x0cmetrics_port\x18\x05 \x01(\rH\x00\x88\x01\x01\x12*\n\x0bpredictions\x18\x06 \x01(\x0b\x32\x15.baton.v1.PredictionsB\x0f\n\r_metrics_port\"\xc4\x01\n\x0bPredictions\x12%\n\x07nominal\x18\t \x01(\x0b\x32\x14.baton.v1.ModelCosts\x12\x1d\n\x05knots\x18\x04 \x03(\x0b\x32\x0e.baton.v1.Knot\x12\x11\n\tmax_ranks\x18\x05 \x01(\r\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12%\n\x05local\x18\x07 \x01(\x0b\x32\x16.baton.v1.LocalPrefill\x12\x0f\n\x07\x64\x65vices\x18\x08 \x03(\tJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"\x93\x01\n\nModelCosts\x12#\n\x05shape\x18\x01 \x01(\x0b\x32\x14.baton.v1.ModelShape\x12$\n\x07prefill\x18\x02 \x01(\x0b\x32\x13.baton.v1.CostModel\x12 \n\x04step\x18\x03 \x01(\x0b\x32\x12.baton.v1.WorkCost\x12\x18\n\x10\x62ytes_per_weight\x18\x04 \x01(\x01\"\xdc\x01\n\nModelShape\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x0e\n\x06hidden\x18\x02 \x01(\r\x12\x11\n\tnum_heads\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x0b\n\x03\x66\x66n\x18\x06 \x01(\r\x12\r\n\x05vocab\x18\x07 \x01(\r\x12\r\n\x05gated\x18\x08 \x01(\x08\x12\x13\n\x0b\x64type_bytes\x18\t \x01(\r\x12\x13\n\x0bnum_experts\x18\n \x01(\r\x12\x1a\n\x12num_active_experts\x18\x0b \x01(\r\"\xcf\x01\n\tCostModel\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x10\n\x08linear_s\x18\x02 \x01(\x01\x12\x0e\n\x06pair_s\x18\x03 \x01(\x01\x12\x10\n\x08kv_bytes\x18\x04 \x01(\x04\x12\x15\n\rproject_share\x18\x05 \x01(\x01\x12\x0f\n\x07\x66ixed_s\x18\x06 \x01(\x01\x12\x0f\n\x07issue_s\x18\x07 \x01(\x01\x12\x0e\n\x06head_s\x18\x08 \x01(\x01\x12\x0e\n\x06\x63opy_s\x18\t \x01(\x01\x12!\n\x04link\x18\n \x01(\x0b\x32\x13.baton.v1.LinkRates\"-\n\x04Knot\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x11\n\tfractions\x18\x02 \x03(\x01\"Y\n\x0cLocalPrefill\x12\r\n\x05speed\x18\x01 \x01(\x01\x12\x17\n\x0fmax_step_tokens\x18\x03 \x01(\r\x12\x15\n\rstep_budget_s\x18\x05 \x01(\x01J\x04\x08\x02\x10\x03J\x04\x08\x04\x10\x05\"\xba\x01\n\x0b\x43lusterView\x12+\n\x07prefill\x18\x01 \x03(\x0b\x32\x1a.baton.v1.PrefillGroupView\x12\x31\n\ngeneration\x18\x02 \x03(\x0b\x32\x1d.baton.v1.GenerationGroupView\x12%\n\x06\x61\x62sent\x18\x03 \x03(\x0b\x32\x15.baton.v1.AbsentGroup\x12$\n\x05\x65nded\x18\x04 \x03(\x0b\x32\x15.baton.v1.EndedWorker\"\xad\x01\n\x10PrefillGroupView\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tendpoints\x18\x02 \x03(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x14\n\x0cprefix_store\x18\x05 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x06 \x01(\t\x12(\n\x07profile\x18\x07 \x01(\x0b\x32\x17.baton.v1.DeviceProfile\"\xf7\x01\n\x13GenerationGroupView\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x03 \x01(\t\x12\x11\n\tnum_slots\x18\x04 \x01(\r\x12\x17\n\x0fmax_slot_tokens\x18\x05 \x01(\r\x12\r\n\x05ready\x18\x06 \x01(\x08\x12\x14\n\x0cprefix_store\x18\x07 \x01(\t\x12\x11\n\tresidency\x18\x08 \x01(\t\x12\x16\n\x0eis_approximate\x18\t \x01(\x08\x12(\n\x07profile\x18\n \x01(\x0b\x32\x17.baton.v1.DeviceProfile\"H\n\x0b\x41\x62sentGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06starts\x18\x03 \x01(\x08\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"2\n\x0b\x45ndedWorker\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x11\n\tcomputing\x18\x02 \x03(\t\"\x82\x02\n\x06Orders\x12\x0f\n\x07\x64rained\x18\x01 \x03(\t\x12\x0f\n\x07leaving\x18\x02 \x03(\t\x12\x11\n\tstand_ins\x18\x03 \x03(\t\x12,\n\x06models\x18\x04 \x03(\x0b\x32\x1c.baton.v1.Orders.ModelsEntry\x12(\n\x04lent\x18\x05 \x03(\x0b\x32\x1a.baton.v1.Orders.LentEntry\x12\x0f\n\x07surplus\x18\x06 \x03(\t\x1a-\n\x0bModelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a+\n\tLentEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\x89\x01\n\x07Keeping\x12?\n\x06Update\x12\x17.baton.v1.UpdateRequest\x1a\x1c.baton.v1.OrchestratorStatus\x12=\n\x05Serve\x12\x16.baton.v1.ServeRequest\x1a\x1c.baton.v1.OrchestratorStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/keeping.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x17\x62\x61ton/v1/generate.proto\x1a\x1b\x62\x61ton/v1/orchestrator.proto\"T\n\rUpdateRequest\x12#\n\x04view\x18\x01 \x01(\x0b\x32\x15.baton.v1.ClusterView\x12\x1e\n\x04kept\x18\x02 \x01(\x0b\x32\x10.baton.v1.Orders\"\x87\x01\n\x12OrchestratorStatus\x12 \n\x06orders\x18\x01 \x01(\x0b\x32\x10.baton.v1.Orders\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x19\n\x0cmetrics_port\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x15\n\ris_superseded\x18\x04 \x01(\x08\x42\x0f\n\r_metrics_port\"\xc7\x01\n\x0cServeRequest\x12\x1e\n\x05model\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Model\x12\x15\n\reos_token_ids\x18\x02 \x03(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0c\n\x04port\x18\x04 \x01(\r\x12\x19\n\x0cmetrics_port\x18\x05 \x01(\rH\x00\x88\x01\x01\x12*\n\x0bpredictions\x18\x06 \x01(\x0b\x32\x15.baton.v1.Predictions\x12\x0c\n\x04term\x18\x07 \x01(\x04\x42\x0f\n\r_metrics_port\"\xc4\x01\n\x0bPredictions\x12%\n\x07nominal\x18\t \x01(\x0b\x32\x14.baton.v1.ModelCosts\x12\x1d\n\x05knots\x18\x04 \x03(\x0b\x32\x0e.baton.v1.Knot\x12\x11\n\tmax_ranks\x18\x05 \x01(\r\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12%\n\x05local\x18\x07 \x01(\x0b\x32\x16.baton.v1.LocalPrefill\x12\x0f\n\x07\x64\x65vices\x18\x08 \x03(\tJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"\x93\x01\n\nModelCosts\x12#\n\x05shape\x18\x01 \x01(\x0b\x32\x14.baton.v1.ModelShape\x12$\n\x07prefill\x18\x02 \x01(\x0b\x32\x13.baton.v1.CostModel\x12 \n\x04step\x18\x03 \x01(\x0b\x32\x12.baton.v1.WorkCost\x12\x18\n\x10\x62ytes_per_weight\x18\x04 \x01(\x01\"\xdc\x01\n\nModelShape\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x0e\n\x06hidden\x18\x02 \x01(\r\x12\x11\n\tnum_heads\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x0b\n\x03\x66\x66n\x18\x06 \x01(\r\x12\r\n\x05vocab\x18\x07 \x01(\r\x12\r\n\x05gated\x18\x08 \x01(\x08\x12\x13\n\x0b\x64type_bytes\x18\t \x01(\r\x12\x13\n\x0bnum_experts\x18\n \x01(\r\x12\x1a\n\x12num_active_experts\x18\x0b \x01(\r\"\xcf\x01\n\tCostModel\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x10\n\x08linear_s\x18\x02 \x01(\x01\x12\x0e\n\x06pair_s\x18\x03 \x01(\x01\x12\x10\n\x08kv_bytes\x18\x04 \x01(\x04\x12\x15\n\rproject_share\x18\x05 \x01(\x01\x12\x0f\n\x07\x66ixed_s\x18\x06 \x01(\x01\x12\x0f\n\x07issue_s\x18\x07 \x01(\x01\x12\x0e\n\x06head_s\x18\x08 \x01(\x01\x12\x0e\n\x06\x63opy_s\x18\t \x01(\x01\x12!\n\x04link\x18\n \x01(\x0b\x32\x13.baton.v1.LinkRates\"-\n\x04Knot\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x11\n\tfractions\x18\x02 \x03(\x01\"Y\n\x0cLocalPrefill\x12\r\n\x05speed\x18\x01 \x01(\x01\x12\x17\n\x0fmax_step_tokens\x18\x03 \x01(\r\x12\x15\n\rstep_budget_s\x18\x05 \x01(\x01J\x04\x08\x02\x10\x03J\x04\x08\x04\x10\x05\"\xba\x01\n\x0b\x43lusterView\x12+\n\x07prefill\x18\x01 \x03(\x0b\x32\x1a.baton.v1.PrefillGroupView\x12\x31\n\ngeneration\x18\x02 \x03(\x0b\x32\x1d.baton.v1.GenerationGroupView\x12%\n\x06\x61\x62sent\x18\x03 \x03(\x0b\x32\x15.baton.v1.AbsentGroup\x12$\n\x05\x65nded\x18\x04 \x03(\x0b\x32\x15.baton.v1.EndedWorker\"\xad\x01\n\x10PrefillGroupView\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tendpoints\x18\x02 \x03(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x14\n\x0cprefix_store\x18\x05 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x06 \x01(\t\x12(\n\x07profile\x18\x07 \x01(\x0b\x32\x17.baton.v1.DeviceProfile\"\xf7\x01\n\x13GenerationGroupView\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x03 \x01(\t\x12\x11\n\tnum_slots\x18\x04 \x01(\r\x12\x17\n\x0fmax_slot_tokens\x18\x05 \x01(\r\x12\r\n\x05ready\x18\x06 \x01(\x08\x12\x14\n\x0cprefix_store\x18\x07 \x01(\t\x12\x11\n\tresidency\x18\x08 \x01(\t\x12\x16\n\x0eis_approximate\x18\t \x01(\x08\x12(\n\x07profile\x18\n \x01(\x0b\x32\x17.baton.v1.DeviceProfile\"H\n\x0b\x41\x62sentGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06starts\x18\x03 \x01(\x08\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"2\n\x0b\x45ndedWorker\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x11\n\tcomputing\x18\x02 \x03(\t\"\x82\x02\n\x06Orders\x12\x0f\n\x07\x64rained\x18\x01 \x03(\t\x12\x0f\n\x07leaving\x18\x02 \x03(\t\x12\x11\n\tstand_ins\x18\x03 \x03(\t\x12,\n\x06models\x18\x04 \x03(\x0b\x32\x1c.baton.v1.Orders.ModelsEntry\x12(\n\x04lent\x18\x05 \x03(\x0b\x32\x1a.baton.v1.Orders.LentEntry\x12\x0f\n\x07surplus\x18\x06 \x03(\t\x1a-\n\x0bModelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a+\n\tLentEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\x89\x01\n\x07Keeping\x12?\n\x06Update\x12\x17.baton.v1.UpdateRequest\x1a\x1c.baton.v1.OrchestratorStatus\x12=\n\x05Serve\x12\x16.baton.v1.ServeRequest\x1a\x1c.baton.v1.OrchestratorStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,38 +40,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ORDERS_LENTENTRY']._serialized_options = b'8\001'
   _globals['_UPDATEREQUEST']._serialized_start=113
   _globals['_UPDATEREQUEST']._serialized_end=197
-  _globals['_ORCHESTRATORSTATUS']._serialized_start=199
-  _globals['_ORCHESTRATORSTATUS']._serialized_end=311
-  _globals['_SERVEREQUEST']._serialized_start=314
-  _globals['_SERVEREQUEST']._serialized_end=499
-  _globals['_PREDICTIONS']._serialized_start=502
-  _globals['_PREDICTIONS']._serialized_end=698
-  _globals['_MODELCOSTS']._serialized_start=701
-  _globals['_MODELCOSTS']._serialized_end=848
-  _globals['_MODELSHAPE']._serialized_start=851
-  _globals['_MODELSHAPE']._serialized_end=1071
-  _globals['_COSTMODEL']._serialized_start=1074
-  _globals['_COSTMODEL']._serialized_end=1281
-  _globals['_KNOT']._serialized_start=1283
-  _globals['_KNOT']._serialized_end=1328
-  _globals['_LOCALPREFILL']._serialized_start=1330
-  _globals['_LOCALPREFILL']._serialized_end=1419
-  _globals['_CLUSTERVIEW']._serialized_start=1422
-  _globals['_CLUSTERVIEW']._serialized_end=1608
-  _globals['_PREFILLGROUPVIEW']._serialized_start=1611
-  _globals['_PREFILLGROUPVIEW']._serialized_end=1784
-  _globals['_GENERATIONGROUPVIEW']._serialized_start=1787
-  _globals['_GENERATIONGROUPVIEW']._serialized_end=2034
-  _globals['_ABSENTGROUP']._serialized_start=2036
-  _globals['_ABSENTGROUP']._serialized_end=2108
-  _globals['_ENDEDWORKER']._serialized_start=2110
-  _globals['_ENDEDWORKER']._serialized_end=2160
-  _globals['_ORDERS']._serialized_start=2163
-  _globals['_ORDERS']._serialized_end=2421
-  _globals['_ORDERS_MODELSENTRY']._serialized_start=2331
-  _globals['_ORDERS_MODELSENTRY']._serialized_end=2376
-  _globals['_ORDERS_LENTENTRY']._serialized_start=2378
-  _globals['_ORDERS_LENTENTRY']._serialized_end=2421
-  _globals['_KEEPING']._serialized_start=2424
-  _globals['_KEEPING']._serialized_end=2561
+  _globals['_ORCHESTRATORSTATUS']._serialized_start=200
+  _globals['_ORCHESTRATORSTATUS']._serialized_end=335
+  _globals['_SERVEREQUEST']._serialized_start=338
+  _globals['_SERVEREQUEST']._serialized_end=537
+  _globals['_PREDICTIONS']._serialized_start=540
+  _globals['_PREDICTIONS']._serialized_end=736
+  _globals['_MODELCOSTS']._serialized_start=739
+  _globals['_MODELCOSTS']._serialized_end=886
+  _globals['_MODELSHAPE']._serialized_start=889
+  _globals['_MODELSHAPE']._serialized_end=1109
+  _globals['_COSTMODEL']._serialized_start=1112
+  _globals['_COSTMODEL']._serialized_end=1319
+  _globals['_KNOT']._serialized_start=1321
+  _globals['_KNOT']._serialized_end=1366
+  _globals['_LOCALPREFILL']._serialized_start=1368
+  _globals['_LOCALPREFILL']._serialized_end=1457
+  _globals['_CLUSTERVIEW']._serialized_start=1460
+  _globals['_CLUSTERVIEW']._serialized_end=1646
+  _globals['_PREFILLGROUPVIEW']._serialized_start=1649
+  _globals['_PREFILLGROUPVIEW']._serialized_end=1822
+  _globals['_GENERATIONGROUPVIEW']._serialized_start=1825
+  _globals['_GENERATIONGROUPVIEW']._serialized_end=2072
+  _globals['_ABSENTGROUP']._serialized_start=2074
+  _globals['_ABSENTGROUP']._serialized_end=2146
+  _globals['_ENDEDWORKER']._serialized_start=2148
+  _globals['_ENDEDWORKER']._serialized_end=2198
+  _globals['_ORDERS']._serialized_start=2201
+  _globals['_ORDERS']._serialized_end=2459
+  _globals['_ORDERS_MODELSENTRY']._serialized_start=2369
+  _globals['_ORDERS_MODELSENTRY']._serialized_end=2414
+  _globals['_ORDERS_LENTENTRY']._serialized_start=2416
+  _globals['_ORDERS_LENTENTRY']._serialized_end=2459
+  _globals['_KEEPING']._serialized_start=2462
+  _globals['_KEEPING']._serialized_end=2599
 # @@protoc_insertion_point(module_scope)

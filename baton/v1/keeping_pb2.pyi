@@ -56,10 +56,13 @@ class OrchestratorStatus(_message.Message):
     ORDERS_FIELD_NUMBER: _builtins.int
     PORT_FIELD_NUMBER: _builtins.int
     METRICS_PORT_FIELD_NUMBER: _builtins.int
+    IS_SUPERSEDED_FIELD_NUMBER: _builtins.int
     port: _builtins.int
     """Port for clients; 0: clients are not served yet."""
     metrics_port: _builtins.int
     """Port of the metrics; absent: there are none."""
+    is_superseded: _builtins.bool
+    """Whether a worker has refused this orchestrator, because one of a higher term has called it."""
     @_builtins.property
     def orders(self) -> Global___Orders:
         """Orders in force."""
@@ -70,10 +73,11 @@ class OrchestratorStatus(_message.Message):
         orders: Global___Orders | None = ...,
         port: _builtins.int = ...,
         metrics_port: _builtins.int | None = ...,
+        is_superseded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_metrics_port", b"_metrics_port", "metrics_port", b"metrics_port", "orders", b"orders"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_metrics_port", b"_metrics_port", "metrics_port", b"metrics_port", "orders", b"orders", "port", b"port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_metrics_port", b"_metrics_port", "is_superseded", b"is_superseded", "metrics_port", b"metrics_port", "orders", b"orders", "port", b"port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__metrics_port: _TypeAlias = _typing.Literal["metrics_port"]  # noqa: Y015
     _WhichOneofArgType__metrics_port: _TypeAlias = _typing.Literal["_metrics_port", b"_metrics_port"]  # noqa: Y015
@@ -91,11 +95,14 @@ class ServeRequest(_message.Message):
     PORT_FIELD_NUMBER: _builtins.int
     METRICS_PORT_FIELD_NUMBER: _builtins.int
     PREDICTIONS_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     """Interface and port to listen on; port 0: any free one."""
     port: _builtins.int
     metrics_port: _builtins.int
     """Absent: no metrics are served."""
+    term: _builtins.int
+    """Term of this process of the orchestrator, higher than that of each earlier one."""
     @_builtins.property
     def model(self) -> _orchestrator_pb2.Model: ...
     @_builtins.property
@@ -111,10 +118,11 @@ class ServeRequest(_message.Message):
         port: _builtins.int = ...,
         metrics_port: _builtins.int | None = ...,
         predictions: Global___Predictions | None = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_metrics_port", b"_metrics_port", "metrics_port", b"metrics_port", "model", b"model", "predictions", b"predictions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_metrics_port", b"_metrics_port", "eos_token_ids", b"eos_token_ids", "host", b"host", "metrics_port", b"metrics_port", "model", b"model", "port", b"port", "predictions", b"predictions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_metrics_port", b"_metrics_port", "eos_token_ids", b"eos_token_ids", "host", b"host", "metrics_port", b"metrics_port", "model", b"model", "port", b"port", "predictions", b"predictions", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__metrics_port: _TypeAlias = _typing.Literal["metrics_port"]  # noqa: Y015
     _WhichOneofArgType__metrics_port: _TypeAlias = _typing.Literal["_metrics_port", b"_metrics_port"]  # noqa: Y015

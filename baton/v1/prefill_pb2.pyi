@@ -307,6 +307,7 @@ class PrefillStatus(_message.Message):
     KERNELS_FIELD_NUMBER: _builtins.int
     PREFIX_STORE_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     epoch_error: _builtins.str
     """Why the epoch has ended; empty while it lives."""
@@ -318,6 +319,8 @@ class PrefillStatus(_message.Message):
     version: _builtins.str
     stall: _builtins.str
     """Why the engine is thought to hang, so that this rank must be replaced; empty while it is well."""
+    term: _builtins.int
+    """Highest term of an orchestrator that has called this rank; 0: none."""
     @_builtins.property
     def kernels(self) -> _common_pb2.KernelChoice:
         """The kernels in use."""
@@ -344,10 +347,11 @@ class PrefillStatus(_message.Message):
         kernels: _common_pb2.KernelChoice | None = ...,
         prefix_store: _common_pb2.PrefixStoreStatus | None = ...,
         profile: _common_pb2.DeviceProfile | None = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels", "prefix_store", b"prefix_store", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "epoch_error", b"epoch_error", "kernels", b"kernels", "layout_fingerprint", b"layout_fingerprint", "num_jobs", b"num_jobs", "num_jobs_done", b"num_jobs_done", "prefix_store", b"prefix_store", "profile", b"profile", "progress", b"progress", "stall", b"stall", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "epoch_error", b"epoch_error", "kernels", b"kernels", "layout_fingerprint", b"layout_fingerprint", "num_jobs", b"num_jobs", "num_jobs_done", b"num_jobs_done", "prefix_store", b"prefix_store", "profile", b"profile", "progress", b"progress", "stall", b"stall", "term", b"term", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

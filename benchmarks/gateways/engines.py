@@ -17,6 +17,8 @@ from typing import Any, cast
 from baton.planning.step_cost import LearntCosts
 from baton.planning.work_cost import WorkCost
 from baton.transport.channel import bind, make_server
+from baton.transport.identity import ClusterSecret
+from baton.transport.terms import SeenTerms
 from baton.types import FinishReason, KvLayout, SampledToken, TokenEvent
 from baton.v1 import generate_pb2_grpc
 from benchmarks.gateways.process import Answer, usage
@@ -112,11 +114,11 @@ async def engines(groups: Groups) -> AsyncIterator[tuple[list[int], Answer]]:
     """Main function of the process that runs the engines. Yields the list of the groups' ports, which the parent
     process receives first. Then answers every question with the resources that the process has used."""
     made = [ScriptedEngine(groups.num_slots, says_time=groups.says_time) for _ in range(groups.num_groups)]
-    servers, servicers, ports = [], [], []
+    servers, servicers, ports, terms = [], [], [], SeenTerms(ClusterSecret.new())
     for engine in made:
         server = make_server()
         ports.append(bind(server, HOST))
-        servicers.append(GenerationServicer(cast(GenerationEngine, engine), LAYOUT))
+        servicers.append(GenerationServicer(cast(GenerationEngine, engine), LAYOUT, terms))
         generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicers[-1], server)
         await server.start()
         servers.append(server)

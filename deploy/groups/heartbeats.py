@@ -40,6 +40,7 @@ async def _hear(worker: Worker, links: ChainLinks | None, around: Surroundings) 
             await _kill(worker, f"has been silent for {silent_s:.1f} s ({error.code()})")
         return False
     worker.failure_detector.end()
+    around.terms.hear(status.term)
     if status.stall:
         await _kill(worker, f"hangs ({status.stall})")
         return False

@@ -169,6 +169,10 @@ class OrchestratorKeeper:
         else:
             self._failure_detector.end()
             self.orders = self.follow(orders_from_proto(status.orders))
+            if status.is_superseded:
+                logger.warning("workers refuse the orchestrator, because they have seen a higher term: killing it")
+                await incarnation.kill()
+                await self._replace()
 
     async def _push(self, incarnation: _Incarnation, timeout_s: float) -> pb.OrchestratorStatus:
         """Send one heartbeat, with the view."""
@@ -216,6 +220,7 @@ class OrchestratorKeeper:
             port=port,
             metrics_port=metrics_port,
             predictions=self._predictions,
+            term=await asyncio.to_thread(self._around.terms.claim),
         )
 
     async def _end_incarnation(self) -> None:

@@ -10,6 +10,7 @@ from deploy.groups.compatibility import CompatibilityCheck
 from deploy.groups.ended_workers import EndedWorkers
 from deploy.groups.restarts import RESTART_PAUSES
 from deploy.groups.spawner import Room, Spawner
+from deploy.groups.terms import Terms
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Surroundings:
     ended: EndedWorkers = field(default_factory=EndedWorkers)
     room: Room | None = None
     """Interface that reserves resources on nodes for the workers. None: workers need no reservation."""
+    terms: Terms = field(default_factory=Terms)
+    """Terms of the cluster's orchestrators."""
     host: str = LOOPBACK
     """Address of this process's node. The ranks of a prefill chain connect to a store at this address to create their
     links."""

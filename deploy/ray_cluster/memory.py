@@ -12,12 +12,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 
+from baton.transport.terms import NO_TERM
 from orchestrator.membership.view import Orders
 
 KEY = "baton-supervisor"
 """Key under which a supervisor's state is stored in Ray's key-value store, in the cluster's namespace."""
+_TERM_KEY = "baton-term-"
+"""Prefix of the keys of claimed terms, each followed by the term."""
 _SETS = ("drained", "leaving", "stand_ins", "surplus")
 _MAPS = ("models", "lent")
 
@@ -79,5 +82,25 @@ def memory_of(text: str | bytes) -> Memory:
 
 
 def forget_memory(namespace: str) -> None:
-    """Delete the stored state of a cluster that has ended. Does nothing if no state is stored."""
+    """Delete the stored state of a cluster that has ended, except for the terms. Does nothing if no state is stored."""
     _internal_kv_del(KEY, namespace=namespace)
+
+
+class RayTermStore:
+    """Claimed terms of a cluster's orchestrators in Ray's key-value store. Implements `deploy.groups.terms.TermStore`.
+    The terms remain when the cluster ends, because an orchestrator that was cut off may still run."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+
+    def highest(self) -> int:
+        keys = _internal_kv_list(_TERM_KEY, namespace=self._namespace)
+        return max((int(key.removeprefix(_TERM_KEY.encode())) for key in keys), default=NO_TERM)
+
+    def create(self, term: int) -> bool:
+        """Claim a term, and delete the lower ones. Return False if it was claimed before."""
+        lower = self.highest()
+        existed = _internal_kv_put(f"{_TERM_KEY}{term}", b"", overwrite=False, namespace=self._namespace)
+        if not existed and NO_TERM < lower < term:
+            _internal_kv_del(f"{_TERM_KEY}{lower}", namespace=self._namespace)
+        return not existed

@@ -35,13 +35,14 @@ from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.roster import Roster
 from deploy.groups.spawner import WorkerHandle
 from deploy.groups.surroundings import Heartbeat, Surroundings
+from deploy.groups.terms import Terms
 from deploy.machine.cluster_plan import ClusterPlan
 from deploy.machine.model_folder import folder_on_node, require_alike
 from deploy.machine.planners import served_planner
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.options.logs import set_up_logs
 from deploy.ray_cluster.interfaces import client_host, serving_host
-from deploy.ray_cluster.memory import Address, Memory, load_memory
+from deploy.ray_cluster.memory import Address, Memory, RayTermStore, load_memory
 from deploy.ray_cluster.places import RayRoom, needs_of
 from deploy.ray_cluster.ray_worker import node_address
 from deploy.ray_cluster.spawner import RaySpawner, end_worker
@@ -89,6 +90,7 @@ class SupervisorActor:
             self._report,
             self._changed,
             room=self._room,
+            terms=Terms(RayTermStore(config.name)),
             host=own_host,
         )
         self._sizes = config.group_sizes

@@ -81,7 +81,8 @@ class GenerationEngine:
         is_maximal = config.acceptance == "maximal"
         self._pipeline = StepPipeline(runner, running, self._accept, crash_note=crash_note, is_maximal=is_maximal)
         self._cost = model.step_cost
-        self._cost.replays = runner.replays
+        if runner.replays:
+            self._cost.replay_graphs()
         self._waiting: deque[EngineStream] = deque()
         self._leased: dict[StreamId, EngineStream] = {}
         self._num_not_finite = 0

@@ -128,7 +128,7 @@ class ModelRunner:
 
     @property
     def replays(self) -> bool:
-        """True if steps replay CUDA graphs, except draft steps and steps that fit into no graph."""
+        """True if steps replay CUDA graphs, except steps that fit into no graph, and draft steps of a draft model."""
         return self._device_steps is not None and self._device_steps.captures
 
     def begin(self) -> None:
@@ -311,11 +311,11 @@ def _on_device(
 
 
 def _draws(sampling: Sequence[tuple[Row, Draft, int]]) -> list[RowDraw] | None:
-    """Return the parameters for drawing a token from each row of logits. None: the host must draw, several sequences
-    sample from the same logits, or logprobs are reported for the tokens after drafts."""
+    """Return the parameters for drawing a token from each row of logits. None: the host must draw, or several sequences
+    sample from the same logits."""
     found = list[RowDraw]()
     for row, draft, place in sampling:
-        if place != len(found) or (draft and row.sampler.params.logprobs is not None):
+        if place != len(found):
             return None
         draws = [row.sampler.row_draw(row.num_unread + index) for index in range(len(draft) + 1)]
         found += [draw for draw in draws if draw is not None]

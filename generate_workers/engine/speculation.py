@@ -1,11 +1,10 @@
 """Interface of speculative decoding. A Speculation makes drafts of the next tokens of sequences. One step then verifies
 the drafts of all sequences.
 
-`preemption` calls `plan` after it has reserved memory for the plan's sequences. `core` calls `draft`, runs the step
-that verifies the drafts, and calls `observe`. `generate_workers.speculation` is the implementation. With the setting
-`acceptance` = coupled, a draft is accepted only if the model samples the same token (`verified`). Drafts then never
-change the text in fp32. In bf16 they may change it, because a step with more tokens rounds differently.
-"""
+`preemption` calls `plan` after it has reserved memory for the plan's sequences. `pipeline` calls `draft`, runs the step
+that verifies the drafts, and calls `read` and `observe`. `generate_workers.speculation` is the implementation. With the
+setting `acceptance` = coupled, a draft is accepted only if the model samples the same token (`verified`). Drafts then
+never change the text in fp32. In bf16 they may change it, because a step with more tokens rounds differently."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,8 +50,9 @@ class SpeculationStats:
     num_draft_kv_bytes: int = 0
     """Estimated bytes of KV that the draft steps of the latest round read in all layers. A round is the draft steps,
     and the step that verifies the drafts. The estimate assumes `draft_keys` keys per sequence. The true number is
-    larger in two cases: if a draft step also reads keys in order to select some of them, or if it attends to keys that
-    were selected in an earlier round. A draft model's prefill before its first draft of a sequence is not counted."""
+    larger if a draft step also reads keys in order to select some of them, if it attends to keys that were selected in
+    an earlier round, or if it reads whole pages (`KvPlace.without_unseen`). A draft model's prefill before its first
+    draft of a sequence is not counted."""
     num_draft_weight_bytes: int = 0
     """Bytes of weights that the draft steps of the latest round read. A round is the draft steps, and the step that
     verifies the drafts. The weights are those of the model that makes the drafts."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from baton.modeling.forward.drawing import NO_TOKEN
 from baton.modeling.forward.sampling import sample
 from baton.modeling.forward.speculative_sampling import verify_draft
 from baton.modeling.forward.step_graphs import PendingTokens
@@ -112,7 +113,8 @@ class Verified:
             tokens = sample(logits_BV, [row.sampler for row, *_ in rows]) if rows else []
         found = zip(rows, tokens, strict=True)
         return {
-            row: (token, [token.token_id] == draft.token_ids[index : index + 1]) for (row, draft, _), token in found
+            row: (token, [token.token_id] == draft.token_ids[index : index + 1] != [NO_TOKEN])
+            for (row, draft, _), token in found
         }
 
     def _maximal(self, each: tuple[Row, Draft, int], index: int) -> tuple[SampledToken, bool]:

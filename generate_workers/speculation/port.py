@@ -50,8 +50,8 @@ class Proposer(Protocol):
 
     def draft(self, draft_requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return a draft for each request: tokens that may follow the sequence's known tokens. A draft has at most
-        `num_drafts` tokens, and may be empty. The sequences do not change, except that KV after their known tokens may
-        be overwritten."""
+        `num_drafts` tokens, and may be empty. The device may still be computing it (`Draft.unread`). The sequences do
+        not change, except that KV after their known tokens may be overwritten."""
         ...
 
     def forget(self, row: Row) -> None:

@@ -82,12 +82,12 @@ class SelfProposer:
         """`num_keys`: numbers of keys that draft steps may attend to. The first number is the configured one, which is
         also the view's default. More than one number is allowed only for a view whose `begin` uses the argument
         `num_keys`. `keeps`: True if the distributions from which drafts were sampled must be kept. `device_steps` runs
-        draft steps entirely on the device, without the host; None: the decoder runs all draft steps."""
+        draft steps entirely on the device; None: the decoder runs them."""
         self._decoder = decoder
         self._view = view
         self._num_keys_K = np.array(num_keys, np.int64)
         self._keeps = keeps
-        self._device_steps = None if keeps else device_steps
+        self._device_steps = device_steps
 
     def offers(self, rows: Sequence[Row], num_known_B: Ints, most_drafts_B: Ints) -> DraftOffers:
         """Return one option for each number of keys that draft steps may attend to. A sequence does not have an option
@@ -109,7 +109,8 @@ class SelfProposer:
         draft token is the token that the sequence's sampler selects from the logits of the draft step."""
         rows = [request.row for request in draft_requests]
         self._view.begin(rows, [request.num_keys for request in draft_requests])
-        if self._device_steps is not None and (draws := _draws(draft_requests)) is not None:
+        draws = None if self._device_steps is None or self._keeps else _draws(draft_requests)
+        if self._device_steps is not None and draws is not None:
             return self._launch(self._device_steps, draft_requests, draws)
         return draft_by_steps(draft_requests, self._run, keeps=self._keeps)
 
@@ -149,6 +150,11 @@ class SelfProposer:
         ends = [row.num_known + index for row, _ in going]
         spans = [(row.slot, TokenRange(end - 1, end)) for (row, _), end in zip(going, ends, strict=True)]
         with self._view.step(spans) as step:
+            if self._device_steps is not None:
+                known, positions = [-1] * len(ends), [end - 1 for end in ends]
+                return self._device_steps.logits(
+                    StepTokens(last_ids, known, positions, range(len(ends)), None), step.spans
+                )
             hidden_TD = self._decoder.forward(last_ids, step.spans, step.turns, picks=step.picks)
         return self._decoder.logits(hidden_TD)
 

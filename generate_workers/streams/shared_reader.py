@@ -46,12 +46,16 @@ class SharedReader(Generic[T]):
         self._refused: list[T] = []
         self._changed = asyncio.Event()
         self._is_complete = False
+        self._error: BatonError | None = None
+        """Error with which the call ends; None: no error."""
 
     def add(self, number: StreamNumber, open_stream: Callable[[Callable[[], None]], OpenStream]) -> None:
         """Open a stream and read it until it ends, the client leaves it, or the call is lost. `open_stream`: function
         that opens the stream; its argument is the `on_message` function of the stream. If `number` is in use or
         `open_stream` raises, the client gets the error as the stream's end."""
         try:
+            if self._error is not None:
+                raise self._error
             if number in self._reading or number in self._sent:
                 raise InvalidArgumentError(f"number {number} is taken: use another number")
             self._reading[number] = open_stream(partial(self._note, number))
@@ -81,13 +85,22 @@ class SharedReader(Generic[T]):
 
     async def batches(self) -> AsyncGenerator[list[T], None]:
         """Yield lists of messages of all streams. Each list has the messages that arrived after the previous list was
-        made. The iterator ends when `complete` was called and all streams have ended."""
-        while self._reading or self._refused or not self._is_complete:
+        made. The iterator ends when `complete` was called and all streams have ended, or with the error of
+        `break_off`."""
+        while self._error is None and (self._reading or self._refused or not self._is_complete):
             if batch := self._read():
                 yield batch
             else:
                 self._changed.clear()
                 await self._changed.wait()
+        if self._error is not None:
+            raise self._error
+
+    def break_off(self, error: BatonError) -> None:
+        """End the call with an error, and report its loss. No further stream can be added."""
+        self._error = error
+        self.close()
+        self._changed.set()
 
     def close(self) -> None:
         """Report the loss of the call to `OpenStreams.lose`, for all streams that the client has not left.

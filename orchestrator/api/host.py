@@ -118,7 +118,13 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
         planner = planner_from_proto(request.predictions)
         traces = Traces(provider_of(self._config, {"baton.model": model.name}))
         orchestrator = build_orchestrator(
-            self._members, planner, SystemClock(), secret=self._secret, config=self._config, traces=traces
+            self._members,
+            planner,
+            SystemClock(),
+            secret=self._secret,
+            config=self._config,
+            traces=traces,
+            term=request.term,
         )
         try:
             return await OrchestratorServer.start(
@@ -137,4 +143,5 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
             orders=orders_to_proto(self._members.orders),
             port=0 if server is None else server.port,
             metrics_port=None if server is None else server.metrics_port,
+            is_superseded=server is not None and server.orchestrator.poller.is_superseded,
         )

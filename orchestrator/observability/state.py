@@ -15,6 +15,8 @@ from orchestrator.membership.view import AbsentGroup
 from orchestrator.placement.chooser import Chooser
 from orchestrator.workers.worker_poller import WorkerPoller
 
+_SUPERSEDED = "workers refuse this orchestrator, because another one has replaced it"
+
 
 class Overview:
     """Reads the state of all components of an orchestrator, and reports it as one ClusterState."""
@@ -65,7 +67,8 @@ class Overview:
 
     def _why_not_serving(self, groups: tuple[GroupState, ...]) -> tuple[str, ...]:
         is_asleep = self._members.is_asleep("generate")
-        return why_not_serving(groups, is_asleep=is_asleep, leaks_count=self._poller.leaks_count)
+        reasons = why_not_serving(groups, is_asleep=is_asleep, leaks_count=self._poller.leaks_count)
+        return (*reasons, _SUPERSEDED) if self._poller.is_superseded else reasons
 
 
 def why_not_serving(

@@ -22,6 +22,7 @@ from baton.transport.channel import make_channel
 from baton.transport.identity import ClusterSecret
 from baton.transport.kv_client import KvClient
 from baton.transport.status_interceptor import translate_rpc_errors
+from baton.transport.terms import NO_TERM
 from baton.types import Lease, StreamNumber, TokenEvent
 from baton.v1 import common_pb2, exchange_pb2, generate_pb2, prefill_pb2
 from baton.v1.exchange_pb2_grpc import BlockExchangeStub
@@ -199,9 +200,10 @@ class Clients:
     """Clients of the workers, by endpoint. A client is created at its first use. Closing a channel ends its calls, so a
     client in use is not closed."""
 
-    def __init__(self, secret: ClusterSecret) -> None:
-        """Create an empty collection of clients. `secret` is the cluster's secret, which is sent with each call."""
-        self._secret = secret
+    def __init__(self, secret: ClusterSecret, term: int = NO_TERM) -> None:
+        """Create an empty collection of clients. `secret` is the cluster's secret, and `term` the orchestrator's term.
+        Both are sent with each call."""
+        self._make_channel = partial(make_channel, secret=secret, term=term)
         self._clients: dict[str, WorkerClient] = {}
 
     @contextlib.contextmanager
@@ -210,7 +212,7 @@ class Clients:
         the context is open. It connects at its first call."""
         client = self._clients.get(endpoint)
         if client is None:
-            client = self._clients[endpoint] = WorkerClient(endpoint, make_channel(endpoint, secret=self._secret))
+            client = self._clients[endpoint] = WorkerClient(endpoint, self._make_channel(endpoint))
         client.num_users += 1
         try:
             yield client

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 
 from baton.calls.cluster_state import GenerationStatus, GroupState, PrefillStatus, StepSample
-from baton.errors import BatonError
+from baton.errors import BatonError, StaleTermError
 from baton.planning.step_cost import LearntCosts
 from baton.process.backoff import Backoff
 from baton.process.clock import Clock
@@ -98,6 +98,8 @@ class WorkerPoller:
         entry."""
         self._ranks: dict[str, PrefillStatus] = {}
         """Latest status of each prefill rank, by endpoint. Ranks that did not answer the last poll have no entry."""
+        self.is_superseded = False
+        """True if a worker has refused a call, because another orchestrator has replaced this one."""
         self._on_step = on_step
         self._leaks_count_from_s = clock.now_s() + lease_ttl_s
         self._refreshing = asyncio.Lock()
@@ -212,6 +214,9 @@ class WorkerPoller:
 
     def _unanswered(self, endpoint: str, error: BatonError) -> None:
         logger.debug("%s does not say what it holds: %s", endpoint, error)
+        if isinstance(error, StaleTermError) and not self.is_superseded:
+            logger.error("not serving any more: %s", error)
+            self.is_superseded = True
         self._forget(endpoint)  # also its leaks: the supervisor repairs it
 
     def _forget(self, endpoint: str) -> None:

@@ -68,6 +68,8 @@ class Scene:
         monkeypatch.setattr(supervisor, "RayRoom", lambda *given, **more: FailingRoom(self.failures))
         monkeypatch.setattr(memory, "_internal_kv_get", self.get)
         monkeypatch.setattr(memory, "_internal_kv_put", self.put)
+        monkeypatch.setattr(memory, "_internal_kv_del", lambda key, namespace: self.kept.pop(key, None))
+        monkeypatch.setattr(memory, "_internal_kv_list", self.list)
         monkeypatch.setattr(supervisor, "folder_on_node", self.find_folder)
         monkeypatch.setattr(supervisor, "end_worker", self.end_worker)
 
@@ -75,9 +77,16 @@ class Scene:
         self.failures.strike("get")
         return self.kept.get(key)
 
-    def put(self, key: str, value: Any, namespace: str) -> None:
+    def put(self, key: str, value: Any, namespace: str, *, overwrite: bool = True) -> bool:
         self.failures.strike("put")
-        self.kept[key] = value
+        existed = key in self.kept
+        if overwrite or not existed:
+            self.kept[key] = value
+        return existed
+
+    def list(self, prefix: str, namespace: str) -> list[bytes]:
+        self.failures.strike("list")
+        return [key.encode() for key in self.kept if key.startswith(prefix)]
 
     def find_folder(self, place: object) -> Path:
         self.failures.strike("find_folder")
@@ -125,6 +134,7 @@ def until(made: SupervisorActor, is_reached: Callable[[], bool]) -> None:
         ("get", RAY_ERROR),
         ("put", RAY_ERROR),
         ("put", FULL),
+        ("list", RAY_ERROR),
         ("reserve", UnavailableError("generate-0.0 waits for a node with room for generate-0")),
         ("start", UnavailableError("generate-0.0 ended before it served")),
         ("start", RAY_ERROR),

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from baton.errors import InvalidArgumentError, NotFoundError
+from baton.errors import InvalidArgumentError, NotFoundError, StaleTermError
 from baton.sampling_params import SamplingParams
 from baton.transport.channel import make_channel
 from baton.transport.proto_types import history_to_proto
+from baton.transport.status_interceptor import translate_rpc_errors
 from baton.types import FinishReason, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, kv_pb2
 from baton.v1.generate_pb2_grpc import GenerationGroupStub
@@ -194,6 +195,29 @@ async def test_a_lost_call_loses_all_its_streams_and_each_is_taken_over(running:
         rest = group.take_over(params, [first.output()], 10 + number, name=f"r{number}")
         await rest.drain()
         assert first.output() + rest.output() == reference_ids(running.decoder, IDS, params)
+
+
+async def test_a_later_orchestrator_takes_streams_from_one_that_still_reads(running: BareCluster) -> None:
+    server, layout = running.groups[0], running.decoder.layout.fingerprint
+    target = f"{HOST}:{server.port}"
+    async with make_channel(target, secret=SECRET, term=3) as old, make_channel(target, secret=SECRET, term=4) as new:
+        earlier, later = Group(old, server), Group(new, server)
+        running.group_gates[0].shut(num_passes=MANY_CALLS)
+        first = earlier.open(LASTING)
+        await first.read(2)
+        assert await later.num_held() == 1
+        with pytest.raises(StaleTermError, match="term 3 has ended"):
+            await first.read(300)
+        await later.until_kept(1)
+        running.group_gates[0].open()
+        second = later.take_over(LASTING, [first.output()])
+        await second.drain()
+        assert first.output() + second.output() == reference_ids(running.decoder, IDS, LASTING)
+        for call in (earlier.reserve(layout), earlier.kept(), earlier.cancel(2), earlier.open(PARAMS, 9).read(1)):
+            with pytest.raises(StaleTermError), translate_rpc_errors():
+                await call
+        await earlier.close()
+        await later.close()
 
 
 async def test_a_kept_stream_ends_and_waits_for_its_reader_without_a_slot(running: BareCluster, group: Group) -> None:

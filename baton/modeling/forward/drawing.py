@@ -242,10 +242,10 @@ def _reaches(mass_C: Tensor, top_p: float, total: Tensor) -> Tensor:
 
 def largest_ids(values_V: Tensor, count: int) -> Tensor:
     """Return the indices of the `count` largest values, in descending order of the values. For equal values, lower
-    indices come first. Does not wait for a GPU."""
+    indices come first."""
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=values_V.device)
-    if 8 * count >= values_V.shape[0] or values_V.is_cuda:
+    if 8 * count >= values_V.shape[0]:
         return values_V.sort(descending=True, stable=True).indices[:count]
     smallest = values_V.topk(count).values[-1]
     ids = (values_V >= smallest).nonzero().flatten()

@@ -309,21 +309,28 @@ def probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
 def _report(logits_V: Tensor, token_id: int, num_top: int | None) -> SampledToken:
     if num_top is None or token_id == NO_TOKEN:
         return SampledToken(token_id)
-    chosen = to_device(torch.tensor([token_id]), logits_V.device)
-    return token_of(token_id, log_probabilities(logits_V, chosen, num_top))
+    chosen_B = to_device(torch.tensor([token_id]), logits_V.device)
+    [reported_2C] = log_probabilities(logits_V.unsqueeze(0), chosen_B, min(num_top, len(logits_V))).tolist()
+    return token_of(token_id, reported_2C)
 
 
-def log_probabilities(logits_V: Tensor, token_id: Tensor, num_top: int) -> Tensor:
-    """Return the id and the logprob of a token, and those of the `num_top` most likely tokens, `[2, 1 + num_top]`,
-    float64. `token_id`: the token, `[1]`, int64, on the device of the logits. Does not wait for a GPU."""
-    total = logits_V.double().logsumexp(0)
-    ids_C = torch.cat((token_id, largest_ids(logits_V, min(num_top, len(logits_V)))))
-    return torch.stack((ids_C.double(), logits_V[ids_C].double() - total))
+def log_probabilities(logits_BV: Tensor, token_ids_B: Tensor, num_top: int) -> Tensor:
+    """Return, for each row of logits, the ids and the logprobs of a token and of the `num_top` most likely tokens,
+    `[B, 2, 1 + num_top]`, float64. `token_ids_B`: the token of each row, int64, on the device of the logits. Does not
+    wait for a GPU."""
+    totals_B1 = logits_BV.double().logsumexp(1, keepdim=True)
+    if logits_BV.is_cuda:
+        top_BK = logits_BV.sort(descending=True, stable=True).indices[:, :num_top]
+    else:
+        top_BK = torch.stack([largest_ids(logits_V, num_top) for logits_V in logits_BV])
+    ids_BC = torch.cat((token_ids_B.unsqueeze(1), top_BK), 1)
+    return torch.stack((ids_BC.double(), logits_BV.gather(1, ids_BC).double() - totals_B1), 1)
 
 
-def token_of(token_id: int, reported_2C: Tensor) -> SampledToken:
-    """Return a sampled token with the logprobs that `log_probabilities` returned, in host memory."""
-    (_, *top_ids), (chosen, *top) = reported_2C.tolist()
+def token_of(token_id: int, reported_2C: Sequence[Sequence[float]]) -> SampledToken:
+    """Return a sampled token with the logprobs that `log_probabilities` returned for its row. They may be followed by
+    those of more tokens than the request asked for, which the caller must cut off."""
+    (_, *top_ids), (chosen, *top) = reported_2C
     chosen = 0.0 if math.isnan(chosen) else chosen  # every token is forbidden: this one had probability 1
     possible = sum(map(math.isfinite, top))  # forbidden tokens are left out of the most likely ones
     return SampledToken(token_id, chosen, tuple(map(TokenLogprob, map(int, top_ids[:possible]), top)))

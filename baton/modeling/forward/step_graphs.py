@@ -1,9 +1,9 @@
 """Steps that run entirely on a device. KV is in pages, and tokens are drawn on the device without the host.
 
-`StepGraphs` runs the steps of `generate_workers.engine.model_runner`: sequences that decode one token, verify drafts,
-or prefill a chunk of their prompt. The host writes the inputs in one copy before the step, and reads the tokens once
-after it. It may launch the next step before it has read the tokens of this one, because a step finds the tokens of the
-step before it on the device.
+`StepGraphs` runs the steps of `generate_workers.engine.model_runner`, in which sequences decode one token, verify
+drafts, or prefill a chunk of their prompt, and the draft steps of `generate_workers.speculation.self_drafts`. The host
+writes the inputs in one copy before the step, and reads the tokens once after it. It may launch further steps before it
+has read the tokens of this one, because a step finds the tokens of the steps before it on the device.
 
 The forward pass is captured in a CUDA graph for each of several shapes. Replaying a graph launches hundreds of kernels
 at once. A step runs in the smallest graph that it fits into. A step that fits into none, such as one with a very long
@@ -32,7 +32,7 @@ from baton.modeling.forward.triton.triton_rows import arrays_of
 from baton.modeling.kernels.triton.append import append_kv
 from baton.modeling.kernels.triton.decode import SeenKeys, decode_attention
 from baton.modeling.kernels.triton.spans import span_attention, tiles_for
-from baton.modeling.kernels.triton.tiles import LEAST_SPLIT_KEYS, MOST_QUERIES, power_of_two
+from baton.modeling.kernels.triton.tiles import MOST_QUERIES, decode_tiles, power_of_two
 from baton.types import SampledToken
 
 _WARM_UPS = 2
@@ -50,6 +50,8 @@ them."""
 _MOST_VERIFIED = 256
 """Maximum number of new tokens of captured steps that verify drafts, unless there are more slots. The logits of all of
 these tokens take memory."""
+_REPORTED_ROWS = 16
+"""Number of results whose logprobs are computed at once. Each needs 24 bytes for each token of the vocabulary."""
 _MIXED_TOKENS = (64, 128, 256, 512, 1024)
 """Numbers of new tokens of captured steps that also prefill. Steps with more tokens take longer than launching their
 kernels one by one."""
@@ -66,7 +68,8 @@ def step_shapes(
     sizes = [2**power for power in range(num_slots.bit_length()) if 2**power < num_slots] + [num_slots]
     shapes = [StepShape(size, size, size, 1, size) for size in sizes]
     for queries in _VERIFIED_TOKENS if drafts else ():
-        verifying = [size for size in sizes if size * queries <= max(_MOST_VERIFIED, num_slots)]
+        most = min(max(_MOST_VERIFIED, num_slots) // queries, num_slots)
+        verifying = [size for size in sizes if size < most] + [most]
         shapes += [StepShape(size * queries, size * queries, size, queries, size * queries) for size in verifying]
     group = decoder.config.num_heads // decoder.config.num_kv_heads
     tile_rows = tiles_for(decoder.config.head_dim, decoder.dtype, decoder.weights.device).rows
@@ -89,7 +92,8 @@ def step_bytes(decoder: Decoder, shapes: Sequence[StepShape], row_pages: int, pa
         + 4 * config.hidden_size
         + 4 * config.num_heads * config.head_dim
     )
-    num_splits = -(-row_pages * page_tokens // LEAST_SPLIT_KEYS)
+    most_keys, group = row_pages * page_tokens, config.num_heads // config.num_kv_heads
+    num_splits = -(-most_keys // decode_tiles(config.head_dim, decoder.dtype, group, most_keys).split_keys)
     return max(
         input_bytes(shape, row_pages)
         + shape.num_results * _LOGIT_BYTES * config.vocab_size
@@ -164,8 +168,7 @@ class StepGraphs:
         sizes = max(shape.num_results for shape in shapes), decoder.config.vocab_size
         self._logits_RV = torch.zeros(sizes, device=device)
         """Logits of the latest step that fitted into a shape, fp32. All graphs write to it."""
-        most_rows = max(shape.num_rows for shape in shapes)
-        self._results = [_Results.of(most_results, most_rows, device) for _ in range(_IN_FLIGHT)]
+        self._results = [_Results.of(most_results, device) for _ in range(_IN_FLIGHT)]
         self._chosen_FR = torch.zeros(_IN_FLIGHT, most_results, dtype=torch.int64, device=device)
         """Tokens that the latest steps draw. Steps use the rows in rotation."""
         self._num_launched = 0
@@ -189,9 +192,9 @@ class StepGraphs:
     @torch.inference_mode()
     def launch(self, tokens: StepTokens, spans: Sequence[SequenceSpan]) -> PendingTokens:
         """Launch one step that draws its tokens, and return them. They may not be drawn yet. `spans`: for each
-        sequence, its new tokens in the order of `tokens`, and its pages. The step writes the KV of the new tokens. It
-        also attends to keys that a span leaves out, if they share a page with others. At most eight earlier steps may
-        still be unread. On a CPU, the step has ended when the method returns."""
+        sequence, its new tokens in the order of `tokens`, and its pages. The step writes the KV of the new tokens. If
+        it fits into a shape, it also attends to keys that a span leaves out, unless their whole page is left out. At
+        most eight earlier steps may still be unread. On a CPU, the step has ended when the method returns."""
         assert tokens.draws is not None
         turn, forward = self._num_launched % _IN_FLIGHT, self._prepared(tokens, spans)
         return self._drawn(turn, tokens.draws, forward)
@@ -326,34 +329,40 @@ class _Results:
     """Host memory for the results of a step."""
 
     token_ids_R: Tensor
-    logprobs_RX: Tensor
-    """Numbers of `log_probabilities` for each result with logprobs, float64."""
+    logprobs_X: Tensor
+    """Results of `log_probabilities`, float64, for all results of a step with logprobs, one after another."""
 
     @classmethod
-    def of(cls, most_results: int, most_logprobs: int, device: torch.device) -> "_Results":
-        """Make memory for steps with up to `most_results` results, of which `most_logprobs` have logprobs."""
-        logprobs_X = _host(most_logprobs * 2 * (1 + MAX_LOGPROBS), torch.float64, device)
-        return cls(_host(most_results, torch.int64, device), logprobs_X.view(most_logprobs, -1))
+    def of(cls, most_results: int, device: torch.device) -> "_Results":
+        """Make memory for steps with up to `most_results` results."""
+        logprobs_X = _host(most_results * 2 * (1 + MAX_LOGPROBS), torch.float64, device)
+        return cls(_host(most_results, torch.int64, device), logprobs_X)
 
     def copy(self, chosen_R: Tensor, logits_RV: Tensor, tops: Sequence[int]) -> None:
-        """Copy the drawn tokens from the device, with their logprobs if `tops` is not NO_LOGPROBS. Does not wait for
-        the device."""
+        """Copy the drawn tokens from the device, with logprobs for the results whose number of most likely tokens in
+        `tops` is not NO_LOGPROBS. Does not wait for the device."""
         self.token_ids_R[: len(chosen_R)].copy_(chosen_R, non_blocking=True)
-        asked = [row for row, top in enumerate(tops) if top != NO_LOGPROBS]
-        for row, to_X in zip(asked, self.logprobs_RX[: len(asked)], strict=True):
-            found_X = log_probabilities(logits_RV[row], chosen_R[row : row + 1].clamp(min=0), tops[row]).view(-1)
-            to_X[: len(found_X)].copy_(found_X, non_blocking=True)
+        asked, width = _asked(tops)
+        for first in range(0, len(asked), _REPORTED_ROWS):
+            rows = to_device(torch.tensor(asked[first : first + _REPORTED_ROWS]), chosen_R.device)
+            found_X = log_probabilities(logits_RV[rows], chosen_R[rows].clamp(min=0), width - 1).view(-1)
+            start = first * 2 * width
+            self.logprobs_X[start : start + len(found_X)].copy_(found_X, non_blocking=True)
 
     def tokens(self, tops: Sequence[int]) -> list[SampledToken]:
         """Return the tokens. They must have been copied."""
-        found, logprobs = list[SampledToken](), iter(self.logprobs_RX)
-        for token_id, top in zip(self.token_ids_R[: len(tops)].tolist(), tops, strict=True):
-            reported_X = None if top == NO_LOGPROBS else next(logprobs)[: 2 * (1 + top)]
-            if reported_X is None or token_id == NO_TOKEN:
-                found.append(SampledToken(token_id))
-            else:
-                found.append(token_of(token_id, reported_X.view(2, -1)))
+        token_ids, (asked, width) = self.token_ids_R[: len(tops)].tolist(), _asked(tops)
+        found = list(map(SampledToken, token_ids))
+        reported = self.logprobs_X[: len(asked) * 2 * width].view(len(asked), 2, width).tolist()
+        for row, each in zip(asked, reported, strict=True):
+            if token_ids[row] != NO_TOKEN:
+                found[row] = token_of(token_ids[row], [numbers[: 1 + tops[row]] for numbers in each])
         return found
+
+
+def _asked(tops: Sequence[int]) -> tuple[list[int], int]:
+    """Return the indices of the results with logprobs, and the largest number of logprobs of a result."""
+    return [row for row, top in enumerate(tops) if top != NO_LOGPROBS], 1 + max(tops, default=0)
 
 
 class _Capture:

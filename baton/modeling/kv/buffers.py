@@ -289,7 +289,7 @@ class KvPlace:
         first, end = -(-self.unseen.start // size), self.unseen.end // size
         if first >= end:
             return dataclasses.replace(self, unseen=None)
-        pages_C = torch.cat((self.table.pages_C[:first], self.table.pages_C[end:]))
+        pages_C = torch.cat((self.table.pages_C[:first], self.table.pages_C[end : -(-self.num_keys // size)]))
         table = dataclasses.replace(self.table, pages_C=pages_C)
         return dataclasses.replace(self, unseen=None, num_keys=self.num_keys - (end - first) * size, table=table)
 

@@ -15,6 +15,7 @@ from baton.text.tokenizer import Tokenizer
 from baton.transport.channel import bind, make_server
 from baton.transport.identity import ClusterSecret
 from baton.transport.kv_receiver import KvReceiverServicer
+from baton.transport.terms import SeenTerms
 from baton.v1 import generate_pb2_grpc
 from deploy.config.worker import WorkerConfig
 from deploy.groups import worker_process
@@ -63,14 +64,15 @@ async def start_group(
     clock, steps = SystemClock(), PacedSteps(hardware)
     decoder = PacedStepDecoder(model, steps)
     section = replace(section, max_slot_tokens=min(section.max_slot_tokens, decoder.config.max_position))
-    server = make_server(check=ClusterSecret(place.secret).check)
+    terms = SeenTerms(ClusterSecret(place.secret))
+    server = make_server(check=terms.check)
     port = bind(server, place.host)
     slots = SlotTable(make_memory(decoder, section, place.num_engines), clock, endpoint=f"{place.host}:{port}")
     tokenizer = await asyncio.to_thread(Tokenizer.load, place.model_folder)
     served = ServedModel(decoder, tokenizer)
     scheduling_policy = PacedPolicy(ChunkedPrefillPolicy.of(section, served), steps)
     engine = GenerationEngine(served, RunningRows(slots, scheduling_policy), section)
-    servicer = GenerationServicer(engine, decoder.layout)
+    servicer = GenerationServicer(engine, decoder.layout, terms)
     generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicer, server)
     KvReceiverServicer(slots, None, clock=clock).add_to(server)
     await server.start()

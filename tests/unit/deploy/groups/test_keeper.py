@@ -39,6 +39,8 @@ class Scene:
         self.damage: Exception | None = None
         """Raised instead of making a planner."""
         self.reports: list[str] = []
+        heartbeat = Heartbeat(0.05, 20.0)
+        self.around = Surroundings(self.spawner, heartbeat, SystemClock(), self.reports.append)
         self.heard = asyncio.Event()
         """Set at each heartbeat that was answered."""
         self.plan = OrchestratorPlan(orchestrator_worker(folder), MODEL, (), self._make_planner, HOST)
@@ -57,10 +59,7 @@ class Scene:
 
     def keeper(self, view: Callable[[], ClusterView] = lambda: VIEW) -> OrchestratorKeeper:
         """One that was not started yet."""
-        heartbeat = Heartbeat(0.05, 20.0)
-        keeper = OrchestratorKeeper(
-            self.plan, view, Surroundings(self.spawner, heartbeat, SystemClock(), self.reports.append)
-        )
+        keeper = OrchestratorKeeper(self.plan, view, self.around)
         keeper.follow = self._follow
         return keeper
 
@@ -204,3 +203,29 @@ async def test_a_keeper_that_was_closed_is_closed_again_at_will(scene: Scene) ->
     await keeper.close()
     await keeper.close()
     assert keeper.pid == 0 and scene.reports == []
+
+
+async def test_each_life_has_a_higher_term(scene: Scene) -> None:
+    async with started(scene.keeper()):
+        first = term_of_host(scene.host)
+        await scene.until_replaced()
+        assert term_of_host(scene.host) == first + 1 == 2
+
+
+async def test_an_orchestrator_that_workers_refuse_is_replaced_by_one_that_they_accept(scene: Scene) -> None:
+    async with started(scene.keeper()):
+        scene.around.terms.hear(8)
+        refused = scene.host
+        assert refused._server is not None
+        refused._server.orchestrator.poller.is_superseded = True
+        while scene.host is refused or scene.host._server is None:
+            await scene.until_heard()
+        assert term_of_host(scene.host) == 9
+    assert scene.incarnations[0].ended
+
+
+def term_of_host(host: OrchestratorHost) -> int:
+    """The term that the orchestrator sends to workers."""
+    assert host._server is not None
+    term: int = host._server.orchestrator.clients._make_channel.keywords["term"]
+    return term
