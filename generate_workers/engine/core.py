@@ -67,8 +67,7 @@ class GenerationEngine:
         self.residency: Residency = slots.memory.residency
         """Residency policy that stores the KV of all sequences. Any thread may read its traits."""
         self._speculation = running.speculation
-        self._decoder = decoder
-        self._tokenizer = tokenizer
+        self._decoder, self._tokenizer = decoder, tokenizer
         self._slots = slots
         self._clock = slots.clock
         self._max_tokens = min(slots.max_slot_tokens, decoder.config.max_position)

@@ -205,10 +205,9 @@ async def test_a_later_orchestrator_takes_streams_from_one_that_still_reads(runn
         running.group_gates[0].shut(num_passes=MANY_CALLS)
         first = earlier.open(LASTING)
         await first.read(2)
-        assert await later.num_held() == 1
+        await later.until_kept(1)
         with pytest.raises(StaleTermError, match="term 3 has ended"):
             await first.read(300)
-        await later.until_kept(1)
         running.group_gates[0].open()
         second = later.take_over(LASTING, [first.output()])
         await second.drain()
@@ -216,8 +215,7 @@ async def test_a_later_orchestrator_takes_streams_from_one_that_still_reads(runn
         for call in (earlier.reserve(layout), earlier.kept(), earlier.cancel(2), earlier.open(PARAMS, 9).read(1)):
             with pytest.raises(StaleTermError), translate_rpc_errors():
                 await call
-        await earlier.close()
-        await later.close()
+        await asyncio.gather(earlier.close(), later.close())
 
 
 async def test_a_kept_stream_ends_and_waits_for_its_reader_without_a_slot(running: BareCluster, group: Group) -> None:

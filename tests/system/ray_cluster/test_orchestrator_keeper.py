@@ -14,8 +14,11 @@ import pytest
 from baton.planning.planner import ChainPlanner
 from baton.process.clock import SystemClock
 from baton.results.completion import ModelInfo
+from baton.transport.terms import NO_TERM
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.surroundings import Heartbeat, Surroundings
+from deploy.groups.terms import Terms
+from deploy.ray_cluster.memory import RayTermStore
 from deploy.ray_cluster.spawner import RaySpawner, end_worker
 from orchestrator.membership.view import ClusterView, Orders
 from tests.support.clusters.clients import HOST
@@ -41,7 +44,8 @@ class Scene:
         """Set at each answer that was followed."""
         self.num_planners = 0
         plan = OrchestratorPlan(orchestrator_worker(folder), MODEL, (), self._make_planner, HOST)
-        around = Surroundings(RaySpawner(NAMESPACE, 60.0, {}), Heartbeat(0.5, 10.0), SystemClock(), self.reports.append)
+        spawner, terms = RaySpawner(NAMESPACE, 60.0, {}), Terms(RayTermStore(NAMESPACE))
+        around = Surroundings(spawner, Heartbeat(0.5, 10.0), SystemClock(), self.reports.append, terms=terms)
         self.keeper = OrchestratorKeeper(plan, self._view, around)
         self.keeper.follow = self._follow
 
@@ -118,3 +122,12 @@ async def test_an_actor_that_an_earlier_keeper_left_is_taken_over_or_ended(lette
         await end_worker(NAMESPACE, orchestrator_worker(letters).name)
         await left.until_replaced(former)
     await end_worker(NAMESPACE, orchestrator_worker(letters).name)  # harmless when there is none
+
+
+def test_a_term_is_claimed_once() -> None:
+    first, second = RayTermStore(NAMESPACE), RayTermStore(NAMESPACE)
+    before = first.highest()
+    claimed = [Terms(store).claim() for store in (first, second, first)]
+    assert claimed == [before + 1, before + 2, before + 3]
+    assert not second.create(claimed[-1]) and second.highest() == claimed[-1]
+    assert RayTermStore("another-cluster").highest() == NO_TERM
