@@ -7,6 +7,8 @@ from tests.support.kernels.triton.process import HAS_TRITON, Run
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")]
 SIZES = (64, 97, 700, 2049, 4096)
+THOUSANDS = {64: 40, 97: 30, 700: 20, 2049: 6, 4096: 4}
+"""Number of nightly cases of each vocabulary, each with a thousand rows."""
 
 
 @pytest.mark.parametrize("vocab_size", [pytest.param(each, marks=[pytest.mark.ci] * (each != 700)) for each in SIZES])
@@ -25,10 +27,16 @@ def _check_parts(num_parts: int) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("vocab_size", SIZES)
-def test_tokens_of_many_rows_are_those_of_each_row(interpreter: Run, vocab_size: int) -> None:
-    for seed in range(100, 120):
-        interpreter(sampler.check_random, seed, 50, vocab_size, "cpu")
+@pytest.mark.parametrize(
+    ("vocab_size", "part"), [(vocab_size, part) for vocab_size, num in THOUSANDS.items() for part in range(num)]
+)
+def test_tokens_of_many_rows_are_those_of_each_row(interpreter: Run, vocab_size: int, part: int) -> None:
+    interpreter(_check_thousand, vocab_size, part)
+
+
+def _check_thousand(vocab_size: int, part: int) -> None:
+    for seed in range(10 * part + 100, 10 * part + 110):
+        sampler.check_random(seed, 100, vocab_size, "cpu", tile_tokens=2048 if part % 2 else 64)
 
 
 @pytest.mark.nightly
