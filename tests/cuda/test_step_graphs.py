@@ -80,9 +80,13 @@ def test_drafts_are_read_before_the_host_needs_them(check: Check) -> None:
     check(late_steps.check_drafts_of_others)
 
 
-@pytest.mark.parametrize("speculation", ["off", pytest.param("streaming", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
-    ("seed", "num_requests"), [(1, 6), *(pytest.param(seed, 12, marks=pytest.mark.nightly) for seed in range(2, 10))]
+    ("seed", "num_requests", "speculation"),
+    [
+        (1, 6, "off"),
+        *(pytest.param(seed, 12, "off", marks=pytest.mark.nightly) for seed in range(2, 10)),
+        *(pytest.param(seed, 12, "streaming", marks=pytest.mark.nightly) for seed in range(2, 10)),
+    ],
 )
 def test_pipelined_steps_get_the_tokens_of_serial_ones(
     check: Check, seed: int, num_requests: int, speculation: str

@@ -124,7 +124,8 @@ def check_walk(
     limits = MemoryLimits(1 << 40, 7 * PAGE_TOKENS * cpu.layout.token_bytes)
     options: dict[str, Any] = {"limits": limits, "growth_tokens": 8, "max_batched_tokens": 64, "num_slots": 5}
     with late_engine(device, speculation=speculation, **options) as made:
-        walk = _Walk(made, random.Random(seed), num_requests)
+        cancels = 0.08 if speculation == "off" else 0.2  # drafts leave fewer steps
+        walk = _Walk(made, random.Random(seed), num_requests, cancels)
         walk.run()
         for ids, params, stream in walk.asked:
             for number in range(params.n):
@@ -274,6 +275,8 @@ class _Walk:
     made: Harness
     rng: random.Random
     num_left: int
+    cancels: float
+    """Probability of a cancellation after each step."""
     asked: list[tuple[tuple[int, ...], SamplingParams, Collector]] = dataclasses.field(default_factory=list)
     open: list[tuple[StreamId, Collector]] = dataclasses.field(default_factory=list)
     num_cancelled: int = 0
@@ -286,7 +289,7 @@ class _Walk:
                 self._ask()
             self.made.engine.step()
             self.open = [each for each in self.open if not each[1].ended.is_set()]
-            if self.open and self.rng.random() < 0.08:
+            if self.open and self.rng.random() < self.cancels:
                 self.num_cancelled += 1
                 self.made.engine.cancel(self.rng.choice(self.open)[0])
 
