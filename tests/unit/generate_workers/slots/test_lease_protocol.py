@@ -16,8 +16,9 @@ from generate_workers.slots.leases import Slot, SlotState
 from tests.support.links.lease_protocol import LeaseProtocol
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-QUICK = settings(max_examples=40, stateful_step_count=40, deadline=None, derandomize=True)
-THOROUGH = settings(QUICK, max_examples=800, derandomize=False, suppress_health_check=list(HealthCheck))
+UNTIMED = settings(stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(UNTIMED, max_examples=40, derandomize=True)
+THOROUGH = settings(UNTIMED, max_examples=800)
 
 
 def forget_soon(patch: pytest.MonkeyPatch) -> None:
