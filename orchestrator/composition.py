@@ -84,7 +84,8 @@ def build_orchestrator(
     `planner` predicts the duration of each request's prefill. `secret` is the cluster's secret, sent with each call to
     a worker. `term` is the term of this orchestrator, sent with each call to a worker, too. `traces` receives every
     request that has ended, and is closed together with the orchestrator. If `traces` is None, traces are kept in memory
-    and not exported."""
+    and not exported.
+    """
     config = config or OrchestratorConfig()
     journal, clients = Journal(clock, traces or Traces()), Clients(secret, term)
     attempt_runner = AttemptRunner(members, clients, planner, clock, config)

@@ -94,7 +94,8 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
     used: the address of the network interface for links, and the cluster's secret, which is sent to generation groups.
     `store` is the node's prefix store; None if the node has none. `may_share` is True if KV may be sent through shared
     memory to groups of the same node. `grammars` are the model's output grammars; None: constrained outputs are
-    refused. `profile` describes the rank's device; None: it is not reported."""
+    refused. `profile` describes the rank's device; None: it is not reported.
+    """
 
     def __init__(
         self,

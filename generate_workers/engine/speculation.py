@@ -4,7 +4,8 @@ the drafts of all sequences.
 `preemption` calls `plan` after it has reserved memory for the plan's sequences. `pipeline` calls `draft`, runs the step
 that verifies the drafts, and calls `read` and `observe`. `generate_workers.speculation` is the implementation. With the
 setting `acceptance` = coupled, a draft is accepted only if the model samples the same token (`verified`). Drafts then
-never change the text in fp32. In bf16 they may change it, because a step with more tokens rounds differently."""
+never change the text in fp32. In bf16 they may change it, because a step with more tokens rounds differently.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -47,7 +47,8 @@ class Message:
 
 @dataclass
 class Orchestrator:
-    """What an orchestrator knows. It does not know whether another one has replaced it."""
+    """An orchestrator, with the Reserve calls and leases that it knows. It is not told that another one has replaced
+    it."""
 
     term: int
     waiting: set[int] = field(default_factory=set)
@@ -107,9 +108,7 @@ class LeaseProtocol(RuleBasedStateMachine):
             self._end_sequences()
             assert is_empty(self.slots.ledger())
         finally:
-            for task in self.granting:
-                task.cancel()
-            self._run(asyncio.gather(*self.granting, return_exceptions=True))
+            self._run(self._end_calls())
             self.loop.close()
 
     @rule(data=st.data())
@@ -199,6 +198,11 @@ class LeaseProtocol(RuleBasedStateMachine):
                 assert slot.claim is not None
                 number = self.numbers[slot.claim.ref.stamp]
                 assert number not in self.aborted, f"Reserve {number} was undone and holds a slot"
+
+    async def _end_calls(self) -> None:
+        for task in self.granting:
+            task.cancel()
+        await asyncio.gather(*self.granting, return_exceptions=True)
 
     def _end_sequences(self) -> None:
         for slot in self.slots._slots:

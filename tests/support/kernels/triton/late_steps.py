@@ -183,13 +183,7 @@ def check_grammars(device: Device | None = None) -> None:
         (prompt(4), greedy),
         (prompt(6), dataclasses.replace(drawn, logprobs=2, max_tokens=3)),
     ]
-    with harness(decoder=eos_decoder(), num_slots=7) as made:
-        expected = [made.submit(*each)[1] for each in asked]
-        made.run()
-    with late_engine(device, num_slots=7) as made:
-        found = [made.submit(*each)[1] for each in asked]
-        made.run()
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in _late_and_cpu(device, asked):
         assert (mine.token_ids, mine.finish, mine.text) == (theirs.token_ids, theirs.finish, theirs.text)
 
 
@@ -204,13 +198,7 @@ def check_logprobs(device: Device | None = None) -> None:
         (prompt(6), dataclasses.replace(drawn, structured_output=StructuredOutput(choice=("no",)), ignore_eos=False)),
         (prompt(12), dataclasses.replace(GREEDY, max_tokens=4, logprobs=2, prompt_logprobs=1)),
     ]
-    with harness(decoder=eos_decoder(), num_slots=6) as made:
-        expected = [made.submit(*each)[1] for each in asked]
-        made.run()
-    with late_engine(device, num_slots=6) as made:
-        found = [made.submit(*each)[1] for each in asked]
-        made.run()
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in _late_and_cpu(device, asked):
         assert mine.token_ids == theirs.token_ids
         _check_logprobs(mine.tokens, theirs.tokens)
 
@@ -254,6 +242,19 @@ def check_drafts_of_others(device: Device | None = None) -> None:
         assert stats is not None and stats.num_drafted > stats.num_accepted, "drafts have few keys"
     for size, (each, stream) in enumerate(zip(others, streams, strict=True)):
         assert stream.token_ids == reference_ids(cpu, prompt(150 + size, size), each), each
+
+
+def _late_and_cpu(
+    device: Device | None, asked: Sequence[tuple[tuple[int, ...], SamplingParams]]
+) -> list[tuple[Collector, Collector]]:
+    """Return the streams of requests on a late device, each with that of an engine on the CPU."""
+    engines = late_engine(device, num_slots=len(asked)), harness(decoder=eos_decoder(), num_slots=len(asked))
+    answers = []
+    for engine in engines:
+        with engine as made:
+            answers.append([made.submit(*each)[1] for each in asked])
+            made.run()
+    return list(zip(*answers, strict=True))
 
 
 def _check_logprobs(found: Sequence[SampledToken], expected: Sequence[SampledToken]) -> None:

@@ -1,4 +1,4 @@
-"""A worker refuses an orchestrator once it has seen the term of another one."""
+"""A worker refuses the calls of an orchestrator after it has seen a higher term."""
 
 import pytest
 

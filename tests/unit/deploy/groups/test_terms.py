@@ -1,4 +1,5 @@
-"""Each orchestrator's term is higher than all earlier ones, whoever claims it."""
+"""A claimed term is higher than all terms that were claimed or reported before, also if several supervisors claim
+terms."""
 
 from deploy.groups.terms import OwnTermStore, Terms
 

@@ -228,6 +228,9 @@ async def test_a_disk_that_is_long_in_answering_keeps_no_thread_from_others(
 ) -> None:
     begun, opened, open_leading = threading.Event(), threading.Event(), store.open_leading
 
+    async def has_begun() -> bool:
+        return begun.is_set()
+
     def wait(names: Sequence[str], block_tokens: int) -> Leading:
         begun.set()
         assert opened.wait(2 * WAIT_S)
@@ -240,7 +243,7 @@ async def test_a_disk_that_is_long_in_answering_keeps_no_thread_from_others(
     reserving = [asyncio.create_task(loader.reserve(SPEC)) for _ in range(2)]
     try:
         async with asyncio.timeout(WAIT_S):
-            await eventually(lambda: asyncio.sleep(0, begun.is_set()), bool, WAIT_S)
+            await eventually(has_begun, bool, WAIT_S)
             assert (await asyncio.to_thread(store.holdings)).num_blocks == len(NAMES)
             nothing = await loader.reserve(replace(LOCAL, prefix_blocks=()))  # waits for no disk either
             slots.abort(nothing.ref)
